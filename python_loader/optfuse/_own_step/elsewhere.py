@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from optfuse._own_step.looks import codes_of, content_of, names_of
 from optfuse._own_step.twin import CONSTANT, step_of
 
 # Modules whose functions leave nothing anywhere, but for generators of random numbers and clocks,
@@ -77,6 +76,11 @@ def names_reached(stock: type[Optimizer]) -> frozenset[str] | None:
     return frozenset(names) if names.isdisjoint(_ANY) else None
 
 
+def functions_reached(stock: type[Optimizer]) -> list[types.FunctionType]:
+    """Functions that step() reaches, without PyTorch's and those of pure modules."""
+    return _reach_of(stock).functions
+
+
 def may_be_written(value: Any) -> bool:
     """Whether a run could leave something in it."""
     if type(value) in (tuple, frozenset):
@@ -114,7 +118,10 @@ def _is_pure_builtin(function: types.BuiltinFunctionType) -> bool:
 @functools.cache
 def _reach_of(stock: type[Optimizer]) -> _Reach:
     classes = [cls for cls in stock.__mro__ if cls not in (Optimizer, object)]
-    return _Reach(classes, [step_of(stock)])
+    step = step_of(stock)
+    if isinstance(step, types.FunctionType):
+        return _Reach(classes, [step])
+    return _Reach(classes, [value for cls in classes for value in vars(cls).values()])
 
 
 class _Reach:
@@ -123,6 +130,7 @@ class _Reach:
 
     def __init__(self, classes: list[type], start: Iterable[Any]) -> None:
         self.names: set[str] = set()
+        self.functions: list[types.FunctionType] = []
         self._classes = dict.fromkeys(classes, False)  # whether step() may make objects of it
         self._writes = self._stores = self._has_class = False
         self._todo: deque[tuple[Any, bool]] = deque((one, True) for one in start)
@@ -185,6 +193,7 @@ class _Reach:
         own = [v for name, v in function.__dict__.items() if not name.startswith("_")]
         self._writes |= bool(own) or any(map(_is_filled, left_out))
         self.names |= names_of([function])
+        self.functions.append(function)
         for code in codes_of([function]):
             self._read(code, function, is_method and code is function.__code__)
 
@@ -257,3 +266,27 @@ def _owner(steps: list[dis.Instruction], i: int) -> dis.Instruction | None:
         if is_read and steps[k - 1].opname in _COPIES:
             return steps[k - 2]
     return None
+
+
+def content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def names_of(functions: Iterable[types.FunctionType]) -> set[str]:
+    """Names and strings in their code."""
+    found: set[str] = set()
+    for code in codes_of(functions):
+        found.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))
+    return found
+
+
+def codes_of(functions: Iterable[types.FunctionType]) -> Iterator[types.CodeType]:
+    """Their code, and that of the functions in it."""
+    todo = [f.__code__ for f in functions]
+    while todo:
+        code = todo.pop()
+        yield code
+        todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]

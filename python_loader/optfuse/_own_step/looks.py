@@ -9,7 +9,7 @@ import functools
 import math
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._library.bindings import guard
+from optfuse._own_step.elsewhere import codes_of, functions_reached, names_of
 from optfuse._own_step.reach import reachable
 from optfuse._own_step.twin import (
     attributes_of,
@@ -30,7 +31,6 @@ _PLAIN = (Tensor, Parameter)  # torch.nn.Buffer() makes a Tensor
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _LISTS = (list, tuple, deque)
 _HOLDS = (*_LISTS, dict, set, frozenset)
-_CACHED = type(functools.lru_cache(len))
 _ALL = {"__dict__", "vars", "dir"}  # names by which code sees all attributes
 _ANY = _ALL | {"getattr", "items", "keys", "values"}  # attributes and options
 
@@ -41,7 +41,7 @@ def why_looked_at(optimizer: Optimizer, stock: type, subclasses: bool) -> str | 
     if not guard("looks"):
         return None
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    functions = list(_functions(stock))
+    functions = functions_reached(stock)
     return (
         (None if subclasses else _why_type(params))
         or _why_attributes(params, names_of(functions))
@@ -147,7 +147,7 @@ def _why_position(optimizer: Optimizer, params: list[Tensor]) -> str | None:
 def names_read(stock: type[Optimizer]) -> frozenset[str] | None:
     """Names of attributes and options that the class's code may read, arguments included, as
     options may become those. None: any, as it is not all in Python or looks at all names."""
-    functions = list(_functions(stock))
+    functions = functions_reached(stock)
     names = names_of(functions)
     if not isinstance(step_of(stock), types.FunctionType) or not names.isdisjoint(_ANY):
         return None
@@ -164,7 +164,7 @@ def reads_option(stock: type[Optimizer], optimizer: Optimizer) -> Callable[[str]
 @functools.cache
 def numbers_in(stock: type[Optimizer]) -> list[float]:
     """Numbers with which the class's code may compare an option, in order."""
-    functions = list(_functions(stock))
+    functions = functions_reached(stock)
     named = (f.__globals__.get(name) for f in functions for name in names_of([f]))
     constants = (x for code in codes_of(functions) for x in code.co_consts)
     found = [x for x in (*named, *constants) if type(x) in (int, float)]
@@ -174,53 +174,3 @@ def numbers_in(stock: type[Optimizer]) -> list[float]:
 def _arguments(function: types.FunctionType) -> tuple[str, ...]:
     code = function.__code__
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-def _functions(stock: type) -> Iterator[types.FunctionType]:
-    """Functions of the class and its bases, without PyTorch's, and those that they call in their
-    modules. Looks at functions only: other objects may answer to any name, by code of their own."""
-    todo: deque[Any] = deque(v for cls in stock.__mro__ for v in vars(cls).values())
-    seen: set[int] = set()
-    while todo:
-        value = todo.popleft()
-        kind = type(value)
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if issubclass(kind, property):
-            todo.extend((value.fget, value.fset))
-        elif issubclass(kind, (staticmethod, classmethod, types.MethodType)):
-            todo.append(value.__func__)
-        elif kind in (types.FunctionType, _CACHED):
-            todo.append(value.__dict__.get("__wrapped__"))
-        if kind is not types.FunctionType:
-            continue
-        todo.extend(map(content_of, value.__closure__ or ()))
-        module = value.__globals__.get("__name__") or ""  # that of a wrapper, not of the wrapped
-        if module != "torch" and not module.startswith("torch."):
-            yield value
-            todo.extend(value.__globals__.get(name) for name in names_of([value]))
-
-
-def content_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def names_of(functions: Iterable[types.FunctionType]) -> set[str]:
-    """Names and strings in their code."""
-    found: set[str] = set()
-    for code in codes_of(functions):
-        found.update(code.co_names, (x for x in code.co_consts if isinstance(x, str)))
-    return found
-
-
-def codes_of(functions: Iterable[types.FunctionType]) -> Iterator[types.CodeType]:
-    """Their code, and that of the functions in it."""
-    todo = [f.__code__ for f in functions]
-    while todo:
-        code = todo.pop()
-        yield code
-        todo += [x for x in code.co_consts if isinstance(x, types.CodeType)]

@@ -188,6 +188,23 @@ def test_a_parameter_with_a_class_of_its_own(cls: type[Marks], mode: str) -> Non
         trained(cls, marked, mode)
 
 
+class Described(ByShape):
+    """Has code with a name of an attribute, which step() does not reach."""
+
+    def described(self, p: Any) -> str:
+        return f"special: {p.special}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_code_that_step_does_not_reach_may_look_at_parameters(mode: str) -> None:
+    def make() -> nn.Parameter:
+        p = plain()
+        p.special = True  # type: ignore[attr-defined]
+        return p
+
+    assert torch.equal(trained(Described, make, mode), trained(Described, make, None))
+
+
 def test_kernels_look_at_nothing() -> None:
     optfuse.fuse(torch.optim.AdamW([marked()]))
 
