@@ -85,14 +85,6 @@ class Traced:
     def _cohorts(self) -> list[Cohort]:
         return self.recording.cohorts
 
-    @property
-    def promise(self) -> Promise:
-        return self.recording.promise
-
-    @promise.setter
-    def promise(self, promise: Promise) -> None:
-        self.recording.promise = promise
-
     def state_names(self) -> list[str | None]:
         """The names of all registers; None: not in use."""
         return [*self.recording.names, *(MOST_STATE - len(self.recording.names)) * [None]]

@@ -32,6 +32,7 @@ _UNSTEADY = (
 class OwnStep(Updater):
     """By the class's own step()."""
 
+    promise: Promise
     own_steps = 0  # of all parameters at once, of a class that can do without in steady groups
     _has_views = False  # of parameters, as told to the library
     _unsteady: str | None = None  # why the last backward pass has left all to step()
@@ -39,21 +40,11 @@ class OwnStep(Updater):
 
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
-        assert of_plan.promise is not None
-        own = self._plan, self._stock, of_plan.promise, self._rule.entries
-        self._own = updates.Own(*own)
+        self._own = updates.Own(self._plan, self._stock, self.promise, self._rule.entries)
 
     @classmethod
     def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Promise:
         return check_promise(optimizer, stock)
-
-    @property
-    def promise(self) -> Promise:  # type: ignore[override]
-        return self._own.promise
-
-    @promise.setter
-    def promise(self, promise: Promise) -> None:
-        self._own.promise = promise
 
     def explained(self, label: Callable[[int], str]) -> str:
         return f"{self._rule.reference}, on one parameter at a time"
@@ -66,6 +57,7 @@ class OwnStep(Updater):
             raise Error(CHANGED_GROUPS)
 
     def layout(self, groups: Groups) -> None:
+        self._own.promise = self.promise
         self._own.layout(groups)
 
     def take_over(self, optimizer: Optimizer) -> None:

@@ -32,13 +32,13 @@ class Traced(Updater):
     """By programs. A program has this step's numbers in it, and the counters of all its
     parameters."""
 
+    promise: Promise
     counts_together = True
 
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
-        rule = of_plan.rule
-        assert isinstance(rule, TracedRule)
-        of_class = self._stock, rule.promise, rule.made
+        assert isinstance(of_plan.rule, TracedRule)
+        of_class = self._stock, self.promise, of_plan.rule.made
         self.traced: updates.Traced = updates.Traced(self._plan, *of_class, self._in_backward)
         self.has_no_options = not self._in_backward
 
@@ -56,14 +56,6 @@ class Traced(Updater):
     @classmethod
     def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: TracedRule) -> Promise:  # type: ignore[override]
         return rule.promise  # found when the class was traced
-
-    @property
-    def promise(self) -> Promise:  # type: ignore[override]
-        return self.traced.promise
-
-    @promise.setter
-    def promise(self, promise: Promise) -> None:
-        self.traced.promise = promise
 
     def described(self) -> str:
         return self.traced.described()
@@ -85,6 +77,7 @@ class Traced(Updater):
         self.traced.abandon(optimizer, params)
 
     def layout(self, groups: Groups) -> None:
+        self.traced.recording.promise = self.promise
         self.traced.layout(groups)
 
     # ---- options and state

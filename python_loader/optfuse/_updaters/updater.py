@@ -41,7 +41,7 @@ class Updater:
     """How the updates of one optimizer are made. Knows neither the optimizer nor its link between
     two calls, so that it keeps none of them alive."""
 
-    promise: Promise | None = None  # what the class does beside updating parameters
+    promise: Promise | None  # what the class does beside updating parameters
     traced: Traced | None = None  # the programs of a traced class
     gpu_bits_differ: tuple[str, ...] = ()  # kinds of parameters, found since fuse()
     own_step_because: tuple[str, ...] = ()  # why updates are the class's own step()
@@ -55,6 +55,7 @@ class Updater:
         self._stock = of_plan.stock
         self._plan = of_plan.plan
         self._rule = of_plan.rule
+        self.promise = of_plan.promise
         self._in_backward = of_plan.options.mode == BACKWARD
 
     @classmethod
@@ -94,7 +95,7 @@ class Updater:
         Raises optfuse.Error if that can't be now."""
 
     def layout(self, groups: Groups) -> None:
-        """The library was told of all parameters anew."""
+        """The library was told of all parameters anew, or the promise has become another one."""
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Updates from before the library was told anew are still to be confirmed."""
