@@ -155,7 +155,6 @@ class Ledger:
         lib_with_gil.of_shim_ledger_tell_options(self.plan, optimizer)
         slots.tell(self._alone(slots), updated, self.updater.tried_on_cpu())
         self._tell_reduced(slots)
-        slots.find_sharded()
         self.slots = slots
         self.updater.layout(groups)
         if self.mode == BACKWARD:
@@ -382,9 +381,7 @@ class Ledger:
         lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
         lib.of_shim_restart_count(self.plan)
 
-    def look_at_modes(self, optimizer: Optimizer, in_backward: bool) -> None:
-        """Before updates are made, while a dispatch mode is at work."""
-        saved_tensors.tell_of_writes(optimizer, in_backward)
+    look_at_modes = staticmethod(saved_tensors.tell_of_writes)
 
     def prepare(self, optimizer: Optimizer, same_groups: bool, in_backward: bool) -> bool:
         """After options and state were told. Whether the next step has something to do here."""

@@ -26,7 +26,7 @@ params_of = itemgetter("params")
 class Slots:
     """The parameters of one plan, as param_groups had them when the library was told."""
 
-    def __init__(self, plan: int, groups: Groups = ()) -> None:  # type: ignore[assignment]
+    def __init__(self, plan: int, groups: Groups) -> None:
         self.plan = plan
         self.params: list[Tensor] = list(chain.from_iterable(map(params_of, groups)))
         self.locals: list[Tensor] = list(map(local_of, self.params))  # what the library sees
@@ -71,8 +71,6 @@ class Slots:
             tried_on_cpu,
             self.labels,
         )
-
-    def find_sharded(self) -> None:
         if any(map(is_dtensor, self.params)):
             self.sharded = Sharded(self.plan, self.params, self.labels)
 
