@@ -52,8 +52,8 @@ struct PythonError final : torch::PyTorchError {
     throw PythonError(text, type);
 }
 
-// Raises the core's error of this thread.
-inline void check(of_status status) {
+// Raises the core's error of this thread. status: an of_status, perhaps from a function of shim.h.
+inline void check(int status) {
     if (status != OF_OK)
         fail(std::string("optfuse: ") + of_error_message());
 }

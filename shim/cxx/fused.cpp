@@ -56,7 +56,7 @@ extern "C" {
 int of_shim_fuse(void *optimizer, const of_shim_fuse_options *options, of_shim_fused **out) {
     return status_of([&] {
         check_build(options);
-        optfuse::check(static_cast<of_status>(optfuse::start()));
+        optfuse::check(optfuse::start());
         auto &its = *static_cast<torch::optim::Optimizer *>(optimizer);
         *out = reinterpret_cast<of_shim_fused *>(new FusedOptimizer(its, *options));
     });

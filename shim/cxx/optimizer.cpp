@@ -22,11 +22,6 @@
 namespace optfuse {
 namespace {
 
-// From functions of shim.h.
-void check_status(int status) {
-    optfuse::check(static_cast<of_status>(status));
-}
-
 std::string label_of(const at::Tensor &param, size_t group, size_t index) {
     std::ostringstream label;
     label << "parameter " << index << " of group " << group;
@@ -49,8 +44,8 @@ FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_
     : optimizer(its), row(class_of(its)), strict(options.strict),
       defers_on_gpu(options.defer_on_gpu) {
     const char *isa = std::getenv("OPTFUSE_ISA");
-    check_status(of_shim_plan_new(row.rule, options.mode, isa == nullptr ? "" : isa,
-                                  options.bucket_bytes, options.accumulate, &handle));
+    check(of_shim_plan_new(row.rule, options.mode, isa == nullptr ? "" : isa, options.bucket_bytes,
+                           options.accumulate, &handle));
     shared = plan_of(handle);
     shared->owner = this;
     ledger.emplace(*shared);
@@ -149,7 +144,7 @@ void FusedOptimizer::rebuild() {
     for (const Slot *slot : shared->slots)
         if (of_shim_is_updated(handle, slot->index))
             updated.insert(slot->param);
-    check_status(of_shim_clear(handle));
+    check(of_shim_clear(handle));
     for (const Member &member : std::exchange(members, {}))
         if (known.count(member.param.unsafeGetTensorImpl()) == 0)
             detach_gradient_hook(shared, member.param);
@@ -227,10 +222,6 @@ std::string FusedOptimizer::changed_option(size_t then, size_t now) {
 
 // ---- the two schedules
 
-void FusedOptimizer::step_failed(int status) {
-    check_status(status);
-}
-
 void FusedOptimizer::end(bool done) {
     if (!done)
         return;
@@ -252,7 +243,7 @@ void FusedOptimizer::zero_grad(bool set_to_none) {
 
 void FusedOptimizer::flush() {
     bool cleaned = false;
-    check_status(of_shim_flush(handle, false, &cleaned));
+    check(of_shim_flush(handle, false, &cleaned));
 }
 
 bool FusedOptimizer::begin_backward(Plan *, bool only_adds) {

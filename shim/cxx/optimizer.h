@@ -54,7 +54,6 @@ class FusedOptimizer final : public Owner, private OptimizerReader {
     bool make_state(size_t slot) override;
     void drop_gradients() override { of_shim_drop_gradients(handle); }
     void end(bool done) override;
-    void step_failed(int status) override;
     std::vector<const void *> parameters() override;
     std::vector<size_t> groups_now() override;
     std::string changed_option(size_t then, size_t now) override;

@@ -104,9 +104,9 @@ Tensors train_by_reference(const Tried &tried) {
 class Trial {
   public:
     Trial(const Tried &tried, const Tensors &params) {
-        check_status(of_shim_plan_new(tried.rule.name, OF_FORWARD, "", 0, 1, &handle));
+        check(of_shim_plan_new(tried.rule.name, OF_FORWARD, "", 0, 1, &handle));
         try {
-            check_status(of_shim_group(handle, 0, tried.hyper.data(), tried.hyper.size()));
+            check(of_shim_group(handle, 0, tried.hyper.data(), tried.hyper.size()));
             if (tried.mixed)
                 of_shim_take_mixed(handle);
             const std::vector<Tensors> state = state_of(tried, params);
@@ -132,16 +132,14 @@ class Trial {
     void step() {
         std::vector<size_t> needs(plan_of(handle)->slots.size());
         size_t missing = 0;
-        check_status(of_shim_step(handle, needs.data(), needs.size(), &missing));
+        check(of_shim_step(handle, needs.data(), needs.size(), &missing));
     }
     void flush() {
         bool cleaned = false;
-        check_status(of_shim_flush(handle, false, &cleaned));
+        check(of_shim_flush(handle, false, &cleaned));
     }
 
   private:
-    static void check_status(int status) { check(static_cast<of_status>(status)); }
-
     void add(const at::Tensor &param, const std::vector<Tensors> &all, size_t i, bool is_second,
              const std::string &label) {
         Plan &plan = *plan_of(handle);

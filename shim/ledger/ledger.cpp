@@ -54,8 +54,7 @@ void Ledger::tell_options(OptimizerReader &now) {
         std::vector<double> found = now.numbers(g);
         if (g < numbers.size() && first_difference(g, found) == found.size())
             continue;
-        check(
-            static_cast<of_status>(of_shim_group(handle_of(&plan), g, found.data(), found.size())));
+        check(of_shim_group(handle_of(&plan), g, found.data(), found.size()));
         if (g == numbers.size())
             numbers.emplace_back();
         numbers[g] = std::move(found);
@@ -118,7 +117,8 @@ void Ledger::create_updates(OptimizerReader &now, Look look) {
         now.attach();
     const int status = step_plan(now);
     if (status != OF_OK)
-        now.step_failed(status);
+        now.step_failed();
+    check(status);
 }
 
 void Ledger::step(OptimizerReader &now) {

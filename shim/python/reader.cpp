@@ -356,10 +356,9 @@ void PythonReader::raise_held() {
     held = Raised();
 }
 
-void PythonReader::step_failed(int status) {
+void PythonReader::step_failed() {
     if (has(OF_SHIM_ASKS))
         is_so("step_failed", "s", of_error_message());
-    check(static_cast<of_status>(status));
 }
 
 // ---- between backward() and step()

@@ -86,7 +86,7 @@ class PythonReader final : public OptimizerReader {
     bool begin(Look *look, bool in_backward) override;
     void prepare(const Look &look, bool in_backward) override;
     void end(bool done) override;
-    void step_failed(int status) override;
+    void step_failed() override;
     void note_used() override;
     void confirmed() override;
     bool is_bound(size_t slot) override;
