@@ -106,11 +106,8 @@ OF_API int of_shim_ledger_tell_options(of_shim_plan *plan, void *optimizer);
 OF_API bool of_shim_ledger_same_state(of_shim_plan *plan, void *optimizer, bool looks);
 /* told: the plan has been told of the state as it is now; else it must be told anew. */
 OF_API void of_shim_ledger_know_state(of_shim_plan *plan, void *optimizer, bool told);
-/* An entry of the state has been made or run through by an update (is_made), or is new in the
- * state. */
-OF_API void of_shim_ledger_note_entry(of_shim_plan *plan, size_t slot, bool is_made, bool is_new);
-/* Whether an error has named a change between backward() and step(). */
-OF_API bool of_shim_ledger_has_complained(of_shim_plan *plan);
+/* An update has made an entry of the state, or run through it. is_new: the state had none. */
+OF_API void of_shim_ledger_note_entry(of_shim_plan *plan, size_t slot, bool is_new);
 
 /* Whether the operator kinds() would find for a traced optimizer what it found last. */
 OF_API bool of_shim_same_kinds(of_shim_plan *plan, bool whole, bool by_shape);

@@ -18,15 +18,17 @@ void Ledger::note_used(OptimizerReader &now) {
 }
 
 void Ledger::confirm(OptimizerReader &now) {
+    const bool complained = !said.empty();
     has_begun = false;
     kept.clear();
     said.clear();
     inserted.clear();
-    now.confirmed();
+    now.confirmed(complained);
 }
 
 bool Ledger::is_updated(OptimizerReader &now, size_t slot) const {
-    return now.is_bound(slot) || of_shim_is_updated(handle_of(&plan), slot);
+    const bool is_bound = now.counts_together() && plan.slots[slot]->param->grad().defined();
+    return is_bound || of_shim_is_updated(handle_of(&plan), slot);
 }
 
 void Ledger::refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step) {

@@ -37,7 +37,6 @@ class Ledger {
     // at_step: what this says, the next step() does not say again.
     void refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step);
     bool has_updated() const; // backward mode: what step() has not confirmed yet
-    bool has_complained() const { return !said.empty(); }
     // The state has an entry for this slot that the plan's updates have put there.
     void note_entry(size_t slot) { inserted.push_back(slot); }
 

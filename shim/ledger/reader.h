@@ -50,10 +50,10 @@ struct OptimizerReader {
 
     // From here on updates use what is there now.
     virtual void note_used() {}
-    // All has been used.
-    virtual void confirmed() {}
-    // Counters in the updates of backward() advance in step() with those of this slot.
-    virtual bool is_bound(size_t) { return false; }
+    // All has been used. complained: an error has named a change.
+    virtual void confirmed(bool /* complained */) {}
+    // Counters in the updates of backward() advance in step(), with those of all slots that have a
+    // gradient.
     virtual bool counts_together() { return false; }
     // An attribute of the optimizer: the change as a sentence; empty: none.
     virtual std::string changed_attribute() { return ""; }

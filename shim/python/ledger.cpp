@@ -149,22 +149,17 @@ bool of_shim_ledger_same_state(of_shim_plan *handle, void *optimizer, bool looks
 void of_shim_ledger_know_state(of_shim_plan *handle, void *optimizer, bool told) {
     optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         optfuse::Remembered &known = owner_of(handle).known;
-        const bool is_dict_state = told && now.remember_state();
-        known.knows_state = is_dict_state;
-        known.must_prepare = true;
+        known.must_tell_state();
+        known.knows_state = told && now.remember_state();
         return OF_OK;
     });
 }
 
-void of_shim_ledger_note_entry(of_shim_plan *handle, size_t slot, bool is_made, bool is_new) {
+void of_shim_ledger_note_entry(of_shim_plan *handle, size_t slot, bool is_new) {
     optfuse::PythonOwner &owner = owner_of(handle);
-    owner.known.has_made |= is_made;
+    owner.known.has_made = true;
     if (is_new)
         owner.ledger.note_entry(slot);
-}
-
-bool of_shim_ledger_has_complained(of_shim_plan *handle) {
-    return owner_of(handle).ledger.has_complained();
 }
 
 } // extern "C"

@@ -375,15 +375,11 @@ void PythonReader::note_used() {
     known.has_made = false;
 }
 
-void PythonReader::confirmed() {
-    if (!owner.known.has_made)
-        return;
-    is_so("confirmed", "");
-    owner.known.has_made = false;
-}
-
-bool PythonReader::is_bound(size_t slot) {
-    return has(OF_SHIM_COUNTS_TOGETHER) && owner.plan.slots[slot]->param->grad().defined();
+void PythonReader::confirmed(bool complained) {
+    if (complained)
+        owner.known.must_tell_state();
+    if (std::exchange(owner.known.has_made, false))
+        is_so("confirmed", "");
 }
 
 bool PythonReader::counts_together() {

@@ -28,6 +28,11 @@ struct Remembered {
     bool had_scale = false;
     bool must_prepare = false; // the loader has said so
     int traits = 0;            // of_shim_trait
+
+    void must_tell_state() {
+        knows_state = false;
+        must_prepare = true;
+    }
 };
 
 // The plan's owner. C++ holds weak references only, to the optimizer and to the loader's Ledger.
@@ -88,8 +93,7 @@ class PythonReader final : public OptimizerReader {
     void end(bool done) override;
     void step_failed() override;
     void note_used() override;
-    void confirmed() override;
-    bool is_bound(size_t slot) override;
+    void confirmed(bool complained) override;
     bool counts_together() override;
     std::string changed_attribute() override;
     std::vector<const void *> parameters() override;

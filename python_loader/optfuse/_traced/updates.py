@@ -263,7 +263,7 @@ class Traced:
                 absent = [slot for slot in slots if params[slot] not in state]
                 state.update((params[slot], {}) for slot in absent)
                 for slot in absent:
-                    lib_with_gil.of_shim_ledger_note_entry(self._plan, slot, False, True)
+                    lib_with_gil.of_shim_ledger_note_entry(self._plan, slot, True)
 
     def _advance_entries(
         self,

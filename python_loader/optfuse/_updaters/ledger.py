@@ -275,7 +275,7 @@ class Ledger:
     def note_update(self, slot: int, entry: Entry, is_absent: bool) -> None:
         """An update of backward mode has run through an entry of the state."""
         self.used.make(slot, entry, is_over=True)
-        lib_with_gil.of_shim_ledger_note_entry(self.plan, slot, True, is_absent)
+        lib_with_gil.of_shim_ledger_note_entry(self.plan, slot, is_absent)
 
     def move_to_end(self, optimizer: Optimizer, slot: int) -> None:
         """Stock's step() inserts new entries of the state in the order of the parameters."""

@@ -110,7 +110,7 @@ class Traced(Updater):
                 self.traced.begin(optimizer, slots.params, in_backward, same_state)
         except Untraceable as error:
             if self._in_backward:
-                raise self._refusal(error) from error
+                raise Error(_UNTRACEABLE.format(self._stock.__qualname__, error)) from error
             self._note_untraced(error)
             return False
         return True
@@ -118,25 +118,17 @@ class Traced(Updater):
     def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         if not self.traced.begun:
             return
+        plan, ledger = self._plan, lib_with_gil
         if done:
-            self._advance(optimizer, slots.params)
+            # In forward mode the guide was the last that could change the state; it was looked at
+            # after that, and the ledger knows what it has made.
+            same = ledger.of_shim_ledger_same_state(plan, optimizer, self._in_backward)
+            if not self.traced.advance(optimizer, slots.params, same):
+                ledger.of_shim_ledger_know_state(plan, optimizer, True)
         elif not self._in_backward:
-            bindings.flush(self._plan)
+            bindings.flush(plan)
             self.traced.abandon(optimizer, slots.params)
-            lib_with_gil.of_shim_ledger_know_state(self._plan, optimizer, False)
-
-    def _advance(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        # In forward mode the guide was the last that could change the state; it was looked at
-        # after that, and the ledger knows what it has made.
-        ledger = lib_with_gil
-        same = ledger.of_shim_ledger_same_state(self._plan, optimizer, self._in_backward)
-        kept = self.traced.advance(optimizer, params, same)
-        has_complained = ledger.of_shim_ledger_has_complained(self._plan)
-        if has_complained or not kept:
-            ledger.of_shim_ledger_know_state(self._plan, optimizer, not has_complained)
-
-    def _refusal(self, error: Untraceable) -> Error:
-        return Error(_UNTRACEABLE.format(self._stock.__qualname__, error))
+            ledger.of_shim_ledger_know_state(plan, optimizer, False)
 
     def _note_untraced(self, error: Untraceable) -> None:
         traced = self.traced
