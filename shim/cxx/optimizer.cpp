@@ -231,12 +231,10 @@ void FusedOptimizer::end(bool done) {
 }
 
 void FusedOptimizer::step() {
-    const std::lock_guard<std::recursive_mutex> alone(ledger->stepping);
     ledger->step(*this);
 }
 
 void FusedOptimizer::zero_grad(bool set_to_none) {
-    const std::lock_guard<std::recursive_mutex> alone(ledger->stepping);
     if (!ledger->zero_grad(*this, set_to_none))
         optimizer.zero_grad(set_to_none);
 }

@@ -18,6 +18,7 @@ bool Ledger::has_updated() const {
 // ---- telling
 
 void Ledger::rebuild(OptimizerReader &now) {
+    const std::lock_guard<std::recursive_mutex> alone(stepping);
     now.check_rebuild();
     const bool late = has_updated();
     if (late)
@@ -122,6 +123,7 @@ void Ledger::create_updates(OptimizerReader &now, Look look) {
 }
 
 void Ledger::step(OptimizerReader &now) {
+    const std::lock_guard<std::recursive_mutex> alone(stepping);
     Look look = now.look();
     refuse_late_changes(now, look, true);
     sync_params(now, &look);
@@ -141,6 +143,7 @@ void Ledger::step(OptimizerReader &now) {
 }
 
 bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
+    const std::lock_guard<std::recursive_mutex> alone(stepping);
     if (has_updated())
         fail("optfuse: " + find_caller().place +
              "zero_grad() before step(): backward fusion has already applied the gradients that "

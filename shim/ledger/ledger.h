@@ -40,8 +40,6 @@ class Ledger {
     // The state has an entry for this slot that the plan's updates have put there.
     void note_entry(size_t slot) { inserted.push_back(slot); }
 
-    // One step, or what else Python calls, at a time; taken before all others.
-    std::recursive_mutex stepping;
     std::recursive_mutex telling; // what the plan is told inside backward; taken before the GIL
 
   private:
@@ -59,6 +57,8 @@ class Ledger {
     void find_written(std::vector<std::string> *found) const;
 
     Plan &plan;
+    // One step, zero_grad() or rebuild() at a time; taken before all others.
+    std::recursive_mutex stepping;
     std::vector<std::vector<double>> numbers; // of each group
     std::vector<size_t> needs;                // room for step()
     bool has_begun = false;                   // since step(): a backward pass that may update

@@ -32,7 +32,7 @@ bool PythonOwner::begin_backward(Plan *, bool only_adds) {
         if (only_adds)
             return;
         now.look_first();
-        const PythonReader::Aside without_gil(now);
+        const PythonReader::Gil given_up(now, false);
         ledger.begin_pass(now);
     });
 }
@@ -44,7 +44,7 @@ bool PythonOwner::make_state(Plan *, size_t slot) {
             return;
         if (now.leaves_state())
             return; // the core finds that nothing is missing
-        const PythonReader::Aside without_gil(now);
+        const PythonReader::Gil given_up(now, false);
         ledger.make_state(now, slot);
     });
 }
@@ -97,8 +97,7 @@ void of_shim_ledger_open(of_shim_plan *handle, void *optimizer, void *ledger, vo
 
 int of_shim_ledger_rebuild(of_shim_plan *handle, void *optimizer) {
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
-        const PythonReader::Aside without_gil(now);
-        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
+        const PythonReader::Gil given_up(now, false);
         owner_of(handle).ledger.rebuild(now);
         return OF_OK;
     });
@@ -109,8 +108,7 @@ int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watch
         return OF_SHIM_LEFT;
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         now.look_first();
-        const PythonReader::Aside without_gil(now);
-        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
+        const PythonReader::Gil given_up(now, false);
         owner_of(handle).ledger.step(now);
         return OF_OK;
     });
@@ -119,8 +117,7 @@ int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watch
 int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_drop) {
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
         now.look_at_params_first();
-        const PythonReader::Aside without_gil(now);
-        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
+        const PythonReader::Gil given_up(now, false);
         const bool dropped =
             owner_of(handle).ledger.zero_grad(now, may_drop && !at::hasCallbacks());
         return dropped ? static_cast<int>(OF_OK) : OF_SHIM_LEFT;
@@ -129,8 +126,7 @@ int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_dro
 
 int of_shim_ledger_tell_options(of_shim_plan *handle, void *optimizer) {
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
-        const PythonReader::Aside without_gil(now);
-        const std::lock_guard<std::recursive_mutex> alone(owner_of(handle).ledger.stepping);
+        const PythonReader::Gil given_up(now, false);
         owner_of(handle).ledger.tell_options(now);
         return OF_OK;
     });

@@ -24,25 +24,6 @@ Ref params_of(of_object *group) {
 
 } // namespace
 
-// Takes it, where the reader has none.
-class PythonReader::WithGil {
-  public:
-    explicit WithGil(PythonReader &its) : reader(its), had_none(its.thread != nullptr) {
-        if (had_none)
-            reader.enter();
-    }
-    ~WithGil() {
-        if (had_none)
-            reader.leave();
-    }
-    WithGil(const WithGil &) = delete;
-    WithGil &operator=(const WithGil &) = delete;
-
-  private:
-    PythonReader &reader;
-    const bool had_none;
-};
-
 PythonReader::PythonReader(PythonOwner &its, of_object *its_optimizer)
     : owner(its), optimizer_held(its_optimizer != nullptr || its.optimizer_ref == nullptr
                                      ? nullptr
@@ -70,14 +51,14 @@ of_object *PythonReader::ask(const char *method, const char *format, Arguments..
 
 template <typename... Arguments>
 bool PythonReader::is_so(const char *method, const char *format, Arguments... arguments) {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     const Ref answer(ask(method, format, arguments...));
     return of_interpreter.is_true(answer.get()) != 0;
 }
 
 template <typename... Arguments>
 std::string PythonReader::text(const char *method, const char *format, Arguments... arguments) {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     const Ref answer(ask(method, format, arguments...));
     const char *const utf8 = of_interpreter.utf8(answer.get(), nullptr);
     if (utf8 == nullptr)
@@ -200,19 +181,19 @@ void PythonReader::check_pass(bool only_adds) {
 Look PythonReader::look() {
     if (first)
         return *std::exchange(first, std::nullopt);
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     return see();
 }
 
 bool PythonReader::has_same_params() {
     if (first)
         return std::exchange(first, std::nullopt)->params;
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     return has_params();
 }
 
 void PythonReader::rebuild() {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     Remembered &known = owner.known;
     known.knows_options = known.knows_state = false;
     known.params = Objects();
@@ -241,7 +222,7 @@ void PythonReader::attach() {
 size_t PythonReader::count_groups() {
     size_t n = 0;
     is_constant = true;
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     owner.known.knows_options = false; // half of them are told if this fails
     each_list([&](of_object *) { return ++n != 0; });
     remember_options(); // what changes meanwhile is other at the next look
@@ -249,7 +230,7 @@ size_t PythonReader::count_groups() {
 }
 
 std::vector<double> PythonReader::numbers(size_t group) {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     const Ref found(ask("numbers", "n", static_cast<ssize_t>(group)));
     std::vector<double> all;
     is_constant &= of_interpreter.is_true(of_interpreter.tuple_item(found.get(), 0)) != 0;
@@ -281,7 +262,7 @@ void PythonReader::remember_options() {
 }
 
 void PythonReader::tell_state() {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     owner.known.knows_state = false;
     const bool all = remember_state(); // what changes meanwhile is other at the next look
     owner.known.must_prepare |= is_so("tell_state", "");
@@ -293,7 +274,7 @@ bool PythonReader::leaves_state() {
 }
 
 bool PythonReader::make_state(size_t slot) {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     owner.known.knows_state = false; // the next look is at all of it
     owner.known.has_made = true;
     return is_so("make_entry", "n", static_cast<ssize_t>(slot));
@@ -306,7 +287,7 @@ void PythonReader::move_to_end(const std::vector<size_t> &slots) {
 }
 
 void PythonReader::drop_gradients() {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     of_shim_drop_gradients(handle_of(&owner.plan));
 }
 
@@ -315,7 +296,7 @@ bool PythonReader::begin(Look *look, bool in_backward) {
         is_so("look_at_modes", "i", in_backward);
     if (!has(OF_SHIM_ASKS) && (in_backward || !scale))
         return true;
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     const bool goes_on = is_so("begin", "ii", in_backward, look->state);
     look->state = look->state && is_same_state();
     return goes_on;
@@ -332,7 +313,7 @@ void PythonReader::prepare(const Look &look, bool in_backward) {
 void PythonReader::end(bool done) {
     if (!has(OF_SHIM_ASKS) && !owner.known.has_made)
         return;
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     if (done)
         of_interpreter.run_signal_handlers();
     Raised error; // of a step that has failed
@@ -366,7 +347,7 @@ void PythonReader::step_failed() {
 void PythonReader::note_used() {
     Remembered &known = owner.known;
     if (!known.knows_state) {
-        const WithGil gil(*this);
+        const Gil gil(*this, true);
         remember_state();
     }
     if (scale || known.had_scale || known.has_made)
@@ -400,7 +381,7 @@ std::vector<const void *> PythonReader::parameters() {
 }
 
 std::vector<size_t> PythonReader::groups_now() {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     std::unordered_map<const void *, size_t> groups;
     size_t group = 0;
     each_list([&](of_object *list) {
@@ -426,7 +407,7 @@ bool PythonReader::has_used_state(const Look &look) {
 }
 
 std::string PythonReader::changed_state(size_t slot) {
-    const WithGil gil(*this);
+    const Gil gil(*this, true);
     return text("changed_state", "n", static_cast<ssize_t>(slot));
 }
 

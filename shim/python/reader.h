@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ledger/ledger.h"
@@ -102,24 +103,32 @@ class PythonReader final : public OptimizerReader {
     bool has_used_state(const Look &look) override;
     std::string changed_state(size_t slot) override;
 
-    // As long as one exists the ledger may work, without the GIL.
-    class Aside {
+    // As long as one exists the thread has the GIL, or has given it up: the ledger may work.
+    class Gil {
       public:
-        explicit Aside(PythonReader &its) : reader(its) { reader.leave(); }
-        ~Aside() { reader.enter(); }
-        Aside(const Aside &) = delete;
-        Aside &operator=(const Aside &) = delete;
+        Gil(PythonReader &its, bool held) : reader(its), switches(held == (its.thread != nullptr)) {
+            if (switches)
+                reader.switch_gil();
+        }
+        ~Gil() {
+            if (switches)
+                reader.switch_gil();
+        }
+        Gil(const Gil &) = delete;
+        Gil &operator=(const Gil &) = delete;
 
       private:
         PythonReader &reader;
+        const bool switches;
     };
 
   private:
-    class WithGil;
-    void leave() { thread = of_interpreter.save_thread(); }
-    void enter() {
-        of_interpreter.restore_thread(thread);
-        thread = nullptr;
+    void switch_gil() {
+        void *const without = std::exchange(thread, nullptr);
+        if (without == nullptr)
+            thread = of_interpreter.save_thread();
+        else
+            of_interpreter.restore_thread(without);
     }
     // Calls a method of the loader's Ledger, with the GIL.
     template <typename... Arguments>
