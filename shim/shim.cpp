@@ -167,18 +167,14 @@ bool is_kept(const optfuse::Slot *slot) {
     return grad.defined() && optfuse::is_consumed(grad.unsafeGetTensorImpl());
 }
 
-// As backward usually leaves it: then no lock has to be taken for each slot.
-bool all_updated(const optfuse::Plan *plan) {
-    return of_plan_unconfirmed(plan->core) == plan->slots.size();
-}
-
 // Backward mode: stock would not apply a gradient that has been dropped since
 // backward, and would apply one that has taken its place.
 bool gradients_are_kept(optfuse::Plan *plan) {
     if (!OF_GUARD(discarded) || of_plan_unconfirmed(plan->core) == 0)
         return true;
     of_plan_close(plan->core);
-    const bool all = all_updated(plan);
+    // As backward usually leaves it: then no lock has to be taken for each slot.
+    const bool all = of_plan_unconfirmed(plan->core) == plan->slots.size();
     for (const optfuse::Slot *slot : plan->slots)
         if ((all || of_plan_is_updated(plan->core, slot->index)) && !is_kept(slot)) {
             of_set_error("%sthe gradient of %s was discarded, zeroed or replaced between "
@@ -201,22 +197,6 @@ void take_marks_off(const optfuse::Plan *plan) {
     for (const optfuse::Slot *slot : plan->slots)
         if (optfuse::has_mark(slot->param))
             optfuse::unmark(slot->param);
-}
-
-bool has_left(const optfuse::Plan *plan) {
-    if (all_updated(plan))
-        return false;
-    for (const optfuse::Slot *slot : plan->slots)
-        if (!of_plan_is_updated(plan->core, slot->index) && slot->param->grad().defined())
-            return true;
-    return false;
-}
-
-bool has_lost_hooks(const optfuse::Plan *plan) {
-    for (const optfuse::Slot *slot : plan->slots)
-        if (optfuse::lost_gradient_hook(plan, slot))
-            return true;
-    return false;
 }
 
 bool takes_roots(const optfuse::Slot *slot) {
@@ -341,17 +321,6 @@ int of_shim_await(int64_t group) {
     }
 }
 
-// The gradients die together at the end. A finalizer may then call the optimizer.
-void of_shim_drop_gradients(of_shim_plan *handle) {
-    const std::shared_ptr<optfuse::Plan> plan = plan_of(handle)->self;
-    std::vector<at::Tensor> dying = std::move(plan->dying);
-    for (const optfuse::Slot *slot : plan->slots)
-        if (at::Tensor grad = optfuse::take_gradient(slot->param); grad.defined())
-            dying.push_back(std::move(grad));
-    dying.clear();
-    plan->dying = std::move(dying);
-}
-
 void of_shim_set_cuda_library(const char *path) { optfuse::set_cuda_library(path); }
 
 bool of_shim_unconfirmed(of_shim_plan *handle) {
@@ -373,32 +342,6 @@ size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacit
     if (plan->rule->runs_programs)
         plan->is_left = n > 0 && OF_GUARD(shared_state);
     return n;
-}
-
-// Launches first what is still in a bucket on a GPU: its update notes the versions then.
-size_t of_shim_written(of_shim_plan *handle, size_t first, bool *of_state) {
-    const optfuse::Plan *plan = plan_of(handle);
-    if (optfuse::is_updating_here(plan) || !OF_GUARD(written))
-        return SIZE_MAX; // in an update of_shim_step() says what is wrong
-    of_plan_close(plan->core);
-    const bool all = all_updated(plan);
-    for (size_t i = first; i < plan->slots.size(); i++) {
-        const optfuse::Slot *slot = plan->slots[i];
-        const bool same = slot->version == optfuse::param_version(*slot);
-        if (same && slot->state_version == optfuse::state_version(*slot))
-            continue;
-        *of_state = same;
-        if (all || of_plan_is_updated(plan->core, i))
-            return i;
-    }
-    return SIZE_MAX;
-}
-
-int of_shim_todo(of_shim_plan *handle) {
-    const optfuse::Plan *plan = plan_of(handle);
-    if (optfuse::is_updating_here(plan))
-        return OF_SHIM_UPDATE; // of_shim_step() says what is wrong
-    return (has_left(plan) ? OF_SHIM_UPDATE : 0) | (has_lost_hooks(plan) ? OF_SHIM_ATTACH : 0);
 }
 
 void of_shim_update_beside(of_shim_plan *handle) { plan_of(handle)->beside = true; }

@@ -12,10 +12,9 @@
  *
  * No exception leaves these functions. Those that return an int give an
  * of_status; on anything but 0 of_error_message() says what happened. Only
- * of_shim_ledger_...(), of_shim_are_...() and of_shim_drop_gradients() need the
- * GIL. of_shim_flush() and the functions that only report may be called from any
- * thread at any time; the others, like the optimizer itself, from one thread at a
- * time.
+ * of_shim_ledger_...() and of_shim_are_...() need the GIL. of_shim_flush() and
+ * the functions that only report may be called from any thread at any time; the
+ * others, like the optimizer itself, from one thread at a time.
  */
 #ifndef OPTFUSE_SHIM_H
 #define OPTFUSE_SHIM_H
@@ -97,7 +96,7 @@ OF_API void of_shim_ledger_open(of_shim_plan *plan, void *optimizer, void *ledge
 OF_API int of_shim_ledger_rebuild(of_shim_plan *plan, void *optimizer);
 /* unless_watched: OF_SHIM_LEFT if of_shim_is_profiled(). */
 OF_API int of_shim_ledger_step(of_shim_plan *plan, void *optimizer, bool unless_watched);
-/* may_drop: nothing but of_shim_is_profiled() stands against of_shim_drop_gradients().
+/* may_drop: nothing but of_shim_is_profiled() stands against dropping the gradients here.
  * OF_SHIM_LEFT: the gradients are still there. */
 OF_API int of_shim_ledger_zero_grad(of_shim_plan *plan, void *optimizer, bool may_drop);
 OF_API int of_shim_ledger_tell_options(of_shim_plan *plan, void *optimizer);
@@ -134,9 +133,6 @@ OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 /* Waits for the gradients that are still on their way to the parameters of one model (the `group`
  * of optfuse::expect), or of all (-1). OF_REFUSED if a reduction has failed. */
 OF_API int of_shim_await(int64_t group);
-/* The core of zero_grad(set_to_none=True): .grad of every slot's parameter is None
- * afterwards. Needs the GIL: what dies may have finalizers. */
-OF_API void of_shim_drop_gradients(of_shim_plan *plan);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 /* Puts the slots whose state others hold, too (shares_state()), at `slots`; returns how many, at
  * most `capacity`. Backward mode, of a rule that runs programs: if there are some, the updates of
@@ -144,15 +140,6 @@ OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 OF_API size_t of_shim_sharing_state(of_shim_plan *plan, size_t *slots, size_t capacity);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
-/* Backward mode: the first slot, from `first` on, whose parameter or else a tensor of whose state
- * (*of_state) was written since backward updated it, as its version says; SIZE_MAX: none. */
-OF_API size_t of_shim_written(of_shim_plan *plan, size_t first, bool *of_state);
-/* Backward mode, for step(): what there is to do, of of_shim_todo. */
-enum of_shim_todo {
-    OF_SHIM_UPDATE = 1, /* there is a gradient that backward has not used */
-    OF_SHIM_ATTACH = 2  /* someone has replaced our gradient hook of a parameter */
-};
-OF_API int of_shim_todo(of_shim_plan *plan);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);

@@ -141,6 +141,26 @@ template <class Visit> void each_of_state(const Slot &slot, Visit visit) {
 
 } // namespace
 
+// As backward usually leaves it no lock has to be taken for each slot.
+bool has_unused_gradient(const Plan &plan) {
+    if (of_plan_unconfirmed(plan.core) == plan.slots.size())
+        return false;
+    return std::any_of(plan.slots.begin(), plan.slots.end(), [&](const Slot *slot) {
+        return !of_plan_is_updated(plan.core, slot->index) && slot->param->grad().defined();
+    });
+}
+
+// The gradients die together at the end. A finalizer may then call the optimizer.
+void drop_gradients(Plan &its) {
+    const std::shared_ptr<Plan> plan = its.self;
+    std::vector<at::Tensor> dying = std::move(plan->dying);
+    for (const Slot *slot : plan->slots)
+        if (at::Tensor grad = take_gradient(slot->param); grad.defined())
+            dying.push_back(std::move(grad));
+    dying.clear();
+    plan->dying = std::move(dying);
+}
+
 bool shares_state(const Slot &slot) {
     constexpr size_t kOwn = 2;
     bool is_shared = false;

@@ -48,8 +48,13 @@ inline uint64_t version_of(const c10::TensorImpl *impl) {
 // PyTorch sees makes one larger. Of a DTensor the writes are the wrapper's.
 uint64_t param_version(const Slot &slot);
 uint64_t state_version(const Slot &slot);
+// Backward mode: whether there is a gradient that backward has not used.
+bool has_unused_gradient(const Plan &plan);
 // Whoever writes to the parameter or its state from here on has written since the update.
 void note_versions(Slot &slot);
+// .grad of every slot's parameter is None afterwards. With the GIL, if Python is there: what dies may
+// have finalizers.
+void drop_gradients(Plan &plan);
 // Our gradient hook of every parameter of the plan, in the order of its slots.
 void attach(Plan &plan, const std::vector<at::Tensor> &params);
 

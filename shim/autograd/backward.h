@@ -40,7 +40,7 @@ extern const of_backward_host backward_host;
 // gradient_hook.cpp
 void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param);
 void detach_gradient_hook(const Plan *plan, const at::Tensor &param);
-bool lost_gradient_hook(const Plan *plan, const Slot *slot);
+bool has_lost_gradient_hook(const Plan &plan); // someone has put another in its place
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param);
 
 } // namespace optfuse

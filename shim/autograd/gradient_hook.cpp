@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <typeinfo>
 
 #include "autograd/backward.h"
@@ -60,17 +61,20 @@ Others living(Others hooks) {
     return hooks;
 }
 
-} // namespace
-
-bool lost_gradient_hook(const Plan *plan, const Slot *slot) {
-    if (!OF_GUARD(recheck))
-        return false;
+bool has_hook(const Plan &plan, const Slot *slot) {
     auto *meta = slot->param->autograd_meta();
     if (meta == nullptr)
-        return true;
+        return false;
     const GradientHook *hook =
         as_ours(static_cast<torch::autograd::AutogradMeta *>(meta)->post_acc_grad_hooks_);
-    return hook == nullptr || hook->plan.get() != plan;
+    return hook != nullptr && hook->plan.get() == &plan;
+}
+
+} // namespace
+
+bool has_lost_gradient_hook(const Plan &plan) {
+    const auto has = [&](const Slot *slot) { return has_hook(plan, slot); };
+    return OF_GUARD(recheck) && !std::all_of(plan.slots.begin(), plan.slots.end(), has);
 }
 
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param) {

@@ -13,6 +13,7 @@
 #include "ledger/ledger.h"
 #include "owner.h"
 #include "plan.h"
+#include "slots.h"
 
 namespace optfuse {
 
@@ -52,7 +53,7 @@ class FusedOptimizer final : public Owner, private OptimizerReader {
     std::vector<double> numbers(size_t group) override;
     void tell_state() override;
     bool make_state(size_t slot) override;
-    void drop_gradients() override { of_shim_drop_gradients(handle); }
+    void drop_gradients() override { optfuse::drop_gradients(*shared); }
     void end(bool done) override;
     std::vector<const void *> parameters() override;
     std::vector<size_t> groups_now() override;

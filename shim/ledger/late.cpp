@@ -8,7 +8,9 @@
 #include "error.h"
 #include "guard.h"
 #include "ledger/ledger.h"
+#include "python/callback.h"
 #include "shim.h"
+#include "slots.h"
 
 namespace optfuse {
 
@@ -101,13 +103,18 @@ void Ledger::find_changed_state(OptimizerReader &now, std::vector<std::string> *
         }
 }
 
+// Launches first what is still in a bucket on a GPU: its update notes the versions then.
 void Ledger::find_written(std::vector<std::string> *found) const {
-    bool of_state = false;
-    of_shim_plan *handle = handle_of(&plan);
-    for (size_t slot = of_shim_written(handle, 0, &of_state); slot != SIZE_MAX;
-         slot = of_shim_written(handle, slot + 1, &of_state))
-        found->push_back((of_state ? "the state of " : "") + plan.slots[slot]->label +
-                         " was written in place");
+    if (is_updating_here(&plan) || !OF_GUARD(written))
+        return; // in an update of_shim_step() says what is wrong
+    of_plan_close(plan.core);
+    for (const Slot *slot : plan.slots) {
+        const bool same = slot->version == param_version(*slot);
+        if (same && slot->state_version == state_version(*slot))
+            continue;
+        if (of_plan_is_updated(plan.core, slot->index))
+            found->push_back((same ? "the state of " : "") + slot->label + " was written in place");
+    }
 }
 
 } // namespace optfuse

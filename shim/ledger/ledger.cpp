@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "autograd/backward.h"
 #include "error.h"
 #include "guard.h"
 #include "python/callback.h"
 #include "shim.h"
+#include "slots.h"
 
 namespace optfuse {
 
@@ -109,12 +111,12 @@ int Ledger::step_plan(OptimizerReader &now) {
 }
 
 void Ledger::create_updates(OptimizerReader &now, Look look) {
-    const bool in_backward = plan.mode == OF_BACKWARD;
-    const int todo = in_backward ? of_shim_todo(handle_of(&plan)) : OF_SHIM_UPDATE;
-    if ((todo & OF_SHIM_UPDATE) != 0) // else the next backward does it
+    // In an update of_shim_step() says what is wrong.
+    const bool in_backward = plan.mode == OF_BACKWARD && !is_updating_here(&plan);
+    if (!in_backward || has_unused_gradient(plan)) // else the next backward does it
         tell(now, look);
     now.prepare(look, false);
-    if ((todo & OF_SHIM_ATTACH) != 0)
+    if (in_backward && has_lost_gradient_hook(plan))
         now.attach();
     const int status = step_plan(now);
     if (status != OF_OK)

@@ -9,6 +9,7 @@
 #include "python/callback.h"
 #include "python/interpreter.h"
 #include "shim.h"
+#include "slots.h"
 
 namespace optfuse {
 namespace {
@@ -288,7 +289,7 @@ void PythonReader::move_to_end(const std::vector<size_t> &slots) {
 
 void PythonReader::drop_gradients() {
     const Gil gil(*this, true);
-    of_shim_drop_gradients(handle_of(&owner.plan));
+    optfuse::drop_gradients(owner.plan);
 }
 
 bool PythonReader::begin(Look *look, bool in_backward) {
