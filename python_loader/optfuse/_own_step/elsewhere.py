@@ -120,8 +120,15 @@ def _reach_of(stock: type[Optimizer]) -> _Reach:
     classes = [cls for cls in stock.__mro__ if cls not in (Optimizer, object)]
     step = step_of(stock)
     if isinstance(step, types.FunctionType):
-        return _Reach(classes, [step])
+        return _Reach(classes, [step, *_overrides(classes)])
     return _Reach(classes, [value for cls in classes for value in vars(cls).values()])
+
+
+def _overrides(classes: list[type]) -> list[Any]:
+    """Methods in the place of those of PyTorch's optimizers, which may call them."""
+    torchs = {name for cls in classes if _is_pure(cls.__module__) for name in vars(cls)}
+    own = [(n, v) for cls in classes if not _is_pure(cls.__module__) for n, v in vars(cls).items()]
+    return [value for name, value in own if name in torchs and not name.startswith("__")]
 
 
 class _Reach:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import optfuse
 from optfuse._own_step import reach
+from optfuse._own_step.elsewhere import functions_reached
 
 MODES = ("forward", "backward")
 
@@ -203,6 +204,24 @@ def test_code_that_step_does_not_reach_may_look_at_parameters(mode: str) -> None
         return p
 
     assert torch.equal(trained(Described, make, mode), trained(Described, make, None))
+
+
+class Overrides(torch.optim.Adagrad):
+    """Only PyTorch's own step() calls the method that looks."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for p in group["params"]:
+            if "special" in vars(p):
+                group["lr"] = 0.5
+        return super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+
+
+def test_methods_that_pytorchs_own_step_calls_are_reached() -> None:
+    names = {function.__name__ for function in functions_reached(Overrides)}
+    assert names == {"step", "_init_group"}
 
 
 def test_kernels_look_at_nothing() -> None:
