@@ -49,21 +49,20 @@ static of_batch take(const of_plan *plan, of_waiting *waiting) {
     return batch;
 }
 
-/* Those of the stream, or NULL. */
-static of_waiting *waiting_on(const of_pass *pass, const of_stream *stream) {
-    of_waiting *waiting = pass->waiting;
-    while (waiting && !of_stream_equal(&waiting->on, stream))
-        waiting = waiting->next;
-    return waiting;
-}
-
+/* Those of the stream, or others that are none now. NULL: no memory. */
 static of_waiting *wait_on(of_pass *pass, const of_stream *stream) {
-    of_waiting *waiting = waiting_on(pass, stream);
+    of_waiting *waiting = pass->waiting, *empty = NULL;
+    for (; waiting && !of_stream_equal(&waiting->on, stream); waiting = waiting->next)
+        if (!waiting->batch.n)
+            empty = waiting;
+    if (!waiting)
+        waiting = empty;
     if (!waiting && (waiting = calloc(1, sizeof *waiting))) {
-        waiting->on = *stream;
         waiting->next = pass->waiting;
         pass->waiting = waiting;
     }
+    if (waiting)
+        waiting->on = *stream;
     return waiting;
 }
 
