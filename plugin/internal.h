@@ -317,6 +317,7 @@ void of_update_drop(of_update *update); /* one of its holders is done with it */
 
 /* plans.c: every plan of the process */
 void of_plans_add(of_plan *plan);
+void of_pass_free(of_pass *pass); /* or NULL; nothing waits in it */
 void of_plan_unref(of_plan *plan);
 /* Visits all without a lock; whether every visit was OF_OK, or the last that was not. */
 of_status of_plans_each(of_status (*visit)(of_plan *plan));
@@ -442,7 +443,6 @@ of_status of_update_slot(of_plan *plan, size_t slot, size_t *at);
 void of_confirm(of_plan *plan); /* no slot is updated; plan->lock held */
 
 /* pass.c */
-void of_pass_free(of_pass *pass); /* or NULL; nothing waits in it */
 void of_passes_forget(of_plan *plan); /* what waits is left to step(); plan->lock held */
 
 #endif

@@ -91,15 +91,6 @@ static void drop_waiting(of_pass *pass) {
     }
 }
 
-void of_pass_free(of_pass *pass) {
-    for (of_waiting *waiting = pass ? pass->waiting : NULL, *next; waiting; waiting = next) {
-        next = waiting->next;
-        free(waiting->batch.slots);
-        free(waiting);
-    }
-    free(pass);
-}
-
 void of_passes_forget(of_plan *plan) {
     for (of_pass *pass = plan->passes; pass; pass = pass->next)
         drop_waiting(pass);

@@ -44,6 +44,15 @@ static void remove_plan(of_plan *plan) {
     pthread_mutex_unlock(&lock);
 }
 
+void of_pass_free(of_pass *pass) {
+    for (of_waiting *waiting = pass ? pass->waiting : NULL, *next; waiting; waiting = next) {
+        next = waiting->next;
+        free(waiting->batch.slots);
+        free(waiting);
+    }
+    free(pass);
+}
+
 void of_plan_unref(of_plan *plan) {
     if (!of_was_last(&plan->refs))
         return;
