@@ -199,7 +199,7 @@ struct of_plan {
     size_t n_groups;
 
     pthread_mutex_t lock;
-    of_list pending[OF_KINDS]; /* backward mode: the open bucket of a device */
+    of_list pending[OF_KINDS]; /* backward mode: those for a side stream */
     of_pass *passes;           /* under way */
     of_pass *spare_pass;       /* NULL, or one to use again; and likewise a batch */
     of_batch spare_batch;

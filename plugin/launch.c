@@ -148,7 +148,7 @@ static bool goes_with(const of_update *first, of_update *u) {
  * used next is still there. */
 static const size_t bytes_on_one_thread = (size_t)64 << 10;
 
-/* Bytes. In backward mode the open bucket goes on filling without the one that is used. */
+/* Bytes. In backward mode the others on the side stream wait on without the one that is used. */
 static size_t bucket_at_use(const of_plan *plan, const of_update *first) {
     const of_host *host = &plan->host;
     const size_t bytes = plan->bucket_bytes[first->in.device];

@@ -187,7 +187,7 @@ OF_API size_t of_plan_unconfirmed(of_plan *plan);
 OF_API bool of_plan_is_updated(of_plan *plan, size_t slot);
 OF_API void of_plan_set_updated(of_plan *plan, size_t slot);
 
-/* Launches what is pending: the open bucket, one plan, every plan. The current
+/* Launches what is pending: in backward mode, of one plan, of every plan. The current
  * streams wait for what was launched on others. OF_REFUSED if a launch failed; of_flush_all()
  * flushes the other plans all the same. */
 OF_API of_status of_plan_close(of_plan *plan);

@@ -78,7 +78,7 @@ def fuse(
     bucket_bytes: small updates run together with their neighbours, so many bytes of
         parameters at a time. In forward mode neighbours run at the first use of one
         of them; in backward mode updates wait for each other, and the gradients
-        live as long, on the CPU until the next larger one is complete, at most until
+        live as long, until the next larger one is complete, at most until
         backward() returns. 0: on the CPU 256 KiB in forward and 512 KiB in backward
         mode, which concern parameters of less than 16,384 elements, on GPUs 4 MiB.
         1: each by itself. In backward mode on the CPU larger parameters wait, too,

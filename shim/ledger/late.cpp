@@ -103,7 +103,7 @@ void Ledger::find_changed_state(OptimizerReader &now, std::vector<std::string> *
         }
 }
 
-// Launches first what is still in a bucket on a GPU: its update notes the versions then.
+// Launches first what is still pending for a side stream: its update notes the versions then.
 void Ledger::find_written(std::vector<std::string> *found) const {
     if (is_updating_here(&plan) || !OF_GUARD(written))
         return; // in an update of_shim_step() says what is wrong
