@@ -160,11 +160,11 @@ OF_API void of_pass_retain(of_pass *pass);
 OF_API void of_pass_release(of_pass *pass);
 OF_API bool of_pass_only_adds(const of_pass *pass);
 /* Says that the gradient of this slot is complete in this pass. Whoever completes gradients
- * calls it once for each, on any thread, also after of_pass_end(), on a device with the stream as
- * the current one on which it is complete. The update runs at once, or the gradient waits for its
- * neighbours (a small one), or is left to step(): if the pass only adds or was abandoned, if the
- * host's collect() says so, or if the gradient of another pass waits for the same slot. OF_TWICE: the slot was already
- * updated since step(). On a failure *slot_at is the slot that it concerns, perhaps another
+ * calls it once for each, on any thread, also after of_pass_end(); on a device, where the stream
+ * on which it is complete is the current one. The update runs at once, or the gradient waits for
+ * its neighbours (a small one), or is left to step(): if the pass only adds or was abandoned, if
+ * the host's collect() says so, or if the gradient of another pass waits for the same slot.
+ * OF_TWICE: the slot was already updated since step(). On a failure *slot_at is the slot that it concerns, perhaps another
  * one that waited, or OF_NO_SLOT; the updates that would have run with it are left to
  * step(). */
 OF_API of_status of_pass_ready(of_pass *pass, size_t slot, size_t *slot_at);
@@ -187,7 +187,7 @@ OF_API size_t of_plan_unconfirmed(of_plan *plan);
 OF_API bool of_plan_is_updated(of_plan *plan, size_t slot);
 OF_API void of_plan_set_updated(of_plan *plan, size_t slot);
 
-/* Launches what is pending: in backward mode, of one plan, of every plan. The current
+/* Launches what is pending: of a plan in backward mode, of any plan, of every plan. The current
  * streams wait for what was launched on others. OF_REFUSED if a launch failed; of_flush_all()
  * flushes the other plans all the same. */
 OF_API of_status of_plan_close(of_plan *plan);

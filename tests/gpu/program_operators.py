@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bits import DTYPES, different
-from harness import On, add
+from bits import different
+from harness import On
 from test_traced_foreach import NAMED
 from test_traced_operators import OPERATORS, POWERS, special
 from torch import Tensor
-from traced import cuda_roundings
+from traced import in_each_dtype
 from traced_classes import Base
 
 import optfuse
@@ -107,15 +107,4 @@ def each_operator(on: On, dtype: torch.dtype) -> None:
     assert equal > (300 if on.is_cuda else 60), f"{equal} operators only"
 
 
-def add_all() -> None:
-    for dtype in DTYPES:
-
-        def body(on: On, dtype: torch.dtype = dtype) -> None:
-            with cuda_roundings(on):
-                each_operator(on, dtype)
-
-        name = str(dtype).removeprefix("torch.")
-        add(f"operators of programs, {name}", body, ("cuda",), ("forward",))
-
-
-add_all()
+in_each_dtype("operators of programs", each_operator, modes=("forward",))

@@ -6,12 +6,12 @@ bits of the class."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from bits import DTYPES
-from harness import On, add
+from harness import MODES, On, add
 from own_rules import VECTORS, train
 from traced_classes import TRACEABLE
 
@@ -58,15 +58,22 @@ def each_class(on: On, dtype: torch.dtype) -> None:
     assert any(not what.startswith("refused") for what in ran.values()), "no class is traced here"
 
 
-def add_all() -> None:
+def in_each_dtype(
+    title: str,
+    check: Callable[[On, torch.dtype], None],
+    modes: tuple[str, ...] = MODES,
+    long: bool = False,
+) -> None:
+    """A scenario of a GPU for each dtype. long: a quick run has that of float32 only."""
     for dtype in DTYPES:
 
         def body(on: On, dtype: torch.dtype = dtype) -> None:
             with cuda_roundings(on):
-                each_class(on, dtype)
+                check(on, dtype)
 
+        body.__module__ = check.__module__  # by which scenarios have their parts
         name = str(dtype).removeprefix("torch.")
-        add(f"traced classes, {name}", body, ("cuda",), slow=dtype is not torch.float32)
+        add(f"{title}, {name}", body, ("cuda",), modes, slow=long and dtype is not torch.float32)
 
 
-add_all()
+in_each_dtype("traced classes", each_class, long=True)
