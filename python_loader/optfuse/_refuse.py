@@ -115,8 +115,8 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
 
 
 def _check_apart(group: dict[str, Any], index: int) -> None:
-    """With foreach=True each operator runs for all parameters of a group before the next one, which
-    one parameter at a time is the same only if none reads what another writes."""
+    """With foreach=True each operator runs for all parameters of a group before the next operator
+    does. One parameter at a time gives the same only if none reads what another writes."""
     params = group["params"]
     spans = sorted((*span, i) for i, param in enumerate(params) if (span := span_of(param)))
     for (where, _, end, i), (there, begin, _, j) in pairwise(spans):
