@@ -4,6 +4,7 @@
 
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <torch/version.h>
 
 #include <memory>
@@ -29,6 +30,8 @@ constexpr c10::DispatchKey kPendingKey = c10::DispatchKey::TESTING_ONLY_GenericW
 struct KeySet : c10::TensorImpl {
     static c10::DispatchKeySet &of(c10::TensorImpl *impl) { return impl->*(&KeySet::key_set_); }
 };
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 inline bool has_mark(const c10::TensorImpl *impl) { return impl->key_set().has(kPendingKey); }
 

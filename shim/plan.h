@@ -14,6 +14,7 @@
 
 #include "autograd/consumed.h"
 #include "autograd/heap.h"
+#include "compat.h"
 #include "external/native.h"
 #include "gpu/scalars.h"
 #include "optfuse.h"
@@ -26,8 +27,6 @@
 namespace optfuse {
 
 struct Plan;
-
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 // Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
 // place will do.

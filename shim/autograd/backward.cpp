@@ -6,8 +6,11 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <typeinfo>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -31,13 +34,31 @@ bool is_closed(const Plan *plan) {
     return plan->closed.load(std::memory_order_acquire);
 }
 
-bool is_reduced_later(c10::TensorImpl *param) {
+namespace {
+
+// Whether this is true of a hook that comes behind the gradient's way into .grad.
+template <class Test> bool any_later_hook(c10::TensorImpl *param, const Test &test) {
     const auto *meta = static_cast<torch::autograd::AutogradMeta *>(param->autograd_meta());
     const auto accumulator = meta->grad_accumulator_.lock();
-    return accumulator && !accumulator->post_hooks().empty();
+    return accumulator && std::any_of(accumulator->post_hooks().begin(),
+                                      accumulator->post_hooks().end(), test);
+}
+
+} // namespace
+
+bool is_reduced_later(c10::TensorImpl *param) {
+    return any_later_hook(param, [](const auto &) { return true; });
 }
 
 namespace {
+
+// By DistributedDataParallel, whose hooks are no Python's.
+bool is_reduced_by_ddp(c10::TensorImpl *param) {
+    return any_later_hook(param, [](const auto &hook) {
+        const auto &of = *hook;
+        return typeid(of) == typeid(torch::autograd::utils::LambdaPostHook);
+    });
+}
 
 // Throws the core's error. slot: the one that the core names; or OF_NO_SLOT, and Python may
 // have raised.
@@ -161,9 +182,12 @@ const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure
 // the user's) or the gradient. Such an update is left to step(), so that others see the weight
 // change when stock changes it, and parameters that overlap change in stock's order. So is an
 // update whose state others have, too: two optimizers use it in the order of their step(). On the
-// CPU so is one with a loss scale, which the owner's own step() knows how to apply.
+// CPU so is one with a loss scale, which the owner's own step() knows how to apply; and so is one
+// whose gradient a hook of the AccumulateGrad node may still change.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
+        if (!is_reduced_by_ddp(p))
+            return OF_FOUND_NOTHING;
         of_set_error("the gradient of %s is changed after it is complete (DistributedDataParallel "
                      "reduces it between processes), so backward fusion would use the wrong one; "
                      "name the model, optfuse.fuse(optimizer, optfuse.Backward(ddp=model)), or "

@@ -98,20 +98,22 @@ struct Known {
     std::shared_ptr<InputWeight> input_weight; // what dX reads
     std::shared_ptr<PromisingLayer> promising; // whose dW may be promised
 
-    explicit operator bool() const { return layer || watched || input_weight || promising; }
+    explicit operator bool() const { return has_tasks() || promising; }
+    // Whether nodes of ours stand behind a use (tasks.h). Where a gradient may be promised, and no
+    // more, stock's own do (promises/operators.h).
+    bool has_tasks() const { return layer || watched || input_weight; }
 };
 
-// One use of a layer in a forward pass that is recorded.
+// One use of a layer in a forward pass that is recorded. Its name: where it has tasks.
 struct LayerUse {
     Known known; // with those that take an interest in this use
     uint64_t collection = 0;
     bool recomputed = false; // inside backward: its own backward may never come
 
     const std::string &name() const {
-        return known.layer          ? known.layer->name
-               : known.watched      ? known.watched->name
-               : known.input_weight ? known.input_weight->name
-                                    : known.promising->label();
+        return known.layer     ? known.layer->name
+               : known.watched ? known.watched->name
+                               : known.input_weight->name;
     }
 };
 

@@ -2,6 +2,7 @@
 // tap.cpp: aten::linear and aten::conv2d of known weights. Both are composite, so that nobody
 // has kernels of theirs for autograd; ours are there as long as a layer is known.
 #include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_unsafe_view.h>
@@ -27,6 +28,7 @@
 #include "layers/layer.h"
 #include "layers/rehearsal.h"
 #include "layers/tasks.h"
+#include "promises/operators.h"
 
 namespace optfuse {
 namespace {
@@ -162,7 +164,13 @@ at::Tensor linear(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
     if (!known)
         return at::native::linear(x, w, b);
     const LayerUse use = begin_use(known, x, w, bias, x.numel() / x.size(-1) * w.size(0));
-    return use.known ? linear_nd(use, x, w, bias) : at::native::linear(x, w, b);
+    if (use.known.has_tasks())
+        return linear_nd(use, x, w, bias);
+    const uint64_t first_node = at::sequence_number::peek();
+    at::Tensor y = at::native::linear(x, w, b);
+    if (use.known.promising)
+        ask_behind_linear(use.known.promising, y, w, first_node);
+    return y;
 }
 
 // One number stands for both dimensions.
@@ -193,7 +201,7 @@ at::Tensor conv2d(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
     const int64_t outputs =
         x.size(0) * w.size(0) * options.positions(x.sizes(), w.sizes().slice(2));
     const LayerUse use = begin_use(known, x, w, bias, outputs);
-    if (!use.known)
+    if (!use.known.has_tasks())
         return stock();
     return with_tasks(use, x, w, bias, &options, stock);
 }

@@ -11,9 +11,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -66,24 +64,14 @@ struct HandedOn {
 };
 
 [[noreturn]] void refuse_compiled_autograd() {
-    fail("optfuse: reorder() and promised gradients do not work under compiled autograd; call "
-         "Reordering.remove() first, or fuse() with products=\"off\"");
+    fail("optfuse: layers of reorder(), KFAC and delayed updates do not work under compiled "
+         "autograd; call remove() of the Reordering or KFAC first, or unfuse() the delayed optimizer");
 }
 
 // Releases differ in how nodes are counted.
 template <class T>
 using NodeOf = std::conditional_t<std::is_base_of_v<c10::intrusive_ptr_target, Node>,
                                   c10::intrusive_ptr<T>, std::shared_ptr<T>>;
-
-// The parameter into whose .grad a gradient goes from here, maybe by way of autocast's cast; null:
-// none, or it is copied there at once, as by DistributedDataParallel.
-const at::Tensor *receiver(const Edge &edge) {
-    const Node *node = edge.function.get();
-    if (dynamic_cast<const torch::autograd::generated::ToCopyBackward0 *>(node) != nullptr)
-        node = node->next_edge(0).function.get();
-    const auto *end = dynamic_cast<const torch::autograd::AccumulateGrad *>(node);
-    return end != nullptr && end->post_hooks().empty() ? &end->variable : nullptr;
-}
 
 // The common part of both kinds of tasks.
 struct Task : Node {
@@ -206,17 +194,6 @@ struct WeightTask final : Task {
     at::Tensor input(const HandedOn &by) const {
         return by.x.tensor.defined() ? by.x.tensor : x.unpack();
     }
-    // Undefined: the product has to be computed now. A promise goes the way of a gradient: whoever
-    // looks on the way has it computed; a cast, and a contribution that is a promise, are no look.
-    at::Tensor promise(const at::Tensor &g, const at::Tensor &rows) const {
-        const std::shared_ptr<PromisingLayer> &layer = use.known.promising;
-        if (!layer || use.known.layer || use.known.watched || use.known.input_weight || !by_rows ||
-            joins || at::GradMode::is_enabled())
-            return {};
-        const at::Tensor *parameter = receiver(next_edge(weight_output()));
-        return parameter != nullptr ? layer->promise(layer, g, rows, parameter->scalar_type())
-                                    : at::Tensor();
-    }
     void compute(const at::Tensor &g, const HandedOn &by, variable_list &out) {
         const bool weight = task_should_compute_output(weight_output());
         const bool bias = has_bias && task_should_compute_output(bias_output());
@@ -232,9 +209,7 @@ struct WeightTask final : Task {
         }
         if (weight) {
             const at::Tensor rows = input(by);
-            at::Tensor dw = promise(g, rows);
-            if (!dw.defined())
-                dw = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
+            at::Tensor dw = by_rows ? g.t().mm(rows.conj()) : rows.t().conj().mm(g).t();
             if (joins)
                 out[transposed_output()] = dw.t();
             else
@@ -252,9 +227,10 @@ struct WeightTask final : Task {
 
 struct InputTask final : Task {
     SavedVariable x; // a convolution's
-    // A linear layer's is transposed and saved behind its x, as stock's node has it: a checkpoint
-    // gives back by position what the nodes of the recomputation save, and these may be stock's, or
-    // the other way round, where a user of the layer came or went between forward and backward.
+    // A linear layer's is transposed, and saved behind its x with a bias and before it without one,
+    // as stock's nodes have it: a checkpoint gives back by position what the nodes of the
+    // recomputation save, and these may be stock's, or the other way round, where a user of the
+    // layer came or went between forward and backward.
     SavedVariable w;
     bool by_columns = false; // x lies so
     uint64_t input_bytes = 0;
@@ -396,13 +372,15 @@ void make_tasks(const LayerUse &use, const at::Tensor &y, const at::Tensor &x, c
         input->w = SavedVariable(w, false);
         input->kernel = w.sizes().slice(2).vec();
     } else {
-        weight->x = SavedVariable(x, false);
-        weight->by_rows = is_by_rows(w);
-        if (x.requires_grad()) {
-            const at::Tensor transposed = w.t();
+        const at::Tensor transposed = x.requires_grad() ? w.t() : at::Tensor();
+        if (!bias.defined())
             input->w = SavedVariable(transposed, false);
+        weight->x = SavedVariable(x, false);
+        if (bias.defined())
+            input->w = SavedVariable(transposed, false);
+        weight->by_rows = is_by_rows(w);
+        if (transposed.defined())
             weight->add_next_edge(edge_of(transposed));
-        }
         input->by_columns = is_by_rows(x.t());
     }
     input->set_next_edges({edge_of(x), Edge(weight, 0)}); // weight has all of its own

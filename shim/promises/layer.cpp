@@ -24,11 +24,13 @@ constexpr int64_t kLeastElements = 1 << 18;
 // If somebody looked at so many of the last promises, none is made for a while.
 constexpr unsigned kLast = 0xf;
 constexpr int kTooMany = 2;
+constexpr char kFactors[] = "panels take dense matrices of one dtype on the CPU";
 
-// A tensor with memory on the CPU that holds its numbers as they are.
+// A tensor with memory on the CPU that holds its numbers as they are: they are neither absent nor
+// late, which a mark would say.
 bool is_plain_memory(const at::Tensor &t) {
     return t.layout() == c10::kStrided && t.device().is_cpu() && t.has_storage() &&
-           !is_lazy(t.unsafeGetTensorImpl()) &&
+           !has_mark(t.unsafeGetTensorImpl()) && !is_lazy(t.unsafeGetTensorImpl()) &&
            !t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
 
@@ -85,22 +87,20 @@ bool PromisingLayer::is_quiet() {
 }
 
 // As all why_not(): null if it can be promised.
-const char *PromisingLayer::why_not_now() {
+const char *PromisingLayer::why_not_now(bool dy_fits) {
     if (is_quiet())
         return "the gradient was looked at";
     if (c10::impl::TorchDispatchModeTLS::any_modes_set())
         return "a mode looks at operators";
     if (addresses_are_noted())
         return "a profiler looks at the memory of tensors";
-    return nullptr;
+    return dy_fits ? nullptr : kFactors;
 }
 
 const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
                                     at::ScalarType dtype) {
-    if (const char *why = why_not_now())
-        return why;
-    if (!is_factor(dy) || !is_factor(x) || dy.scalar_type() != x.scalar_type())
-        return "panels take dense matrices of one dtype on the CPU";
+    if (!is_factor(x) || dy.scalar_type() != x.scalar_type() || dy.size(0) != x.size(0))
+        return kFactors;
     if (is_cast_by_autocast(x.scalar_type()))
         return "autocast is on in backward";
     if (x.element_size() == 2 && !at::globalContext().userEnabledMkldnn())
@@ -120,8 +120,6 @@ const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
 
 const char *PromisingLayer::why_not_rows(const at::Tensor &dy, const at::Tensor &indices,
                                          int64_t rows) {
-    if (const char *why = why_not_now())
-        return why;
     if (!forced_ && 2 * indices.numel() > rows)
         return "an embedding has few rows for so many tokens";
     return dy.numel() == 0 ? "there are no tokens" : nullptr;
@@ -143,9 +141,12 @@ at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
                           : make_promise(std::make_shared<const LinearProduct>(dy, x), self);
 }
 
-bool PromisingLayer::takes_rows_of(const at::Tensor &dy) {
-    return is_plain_memory(dy) &&
-           (dy.scalar_type() == at::kFloat || dy.scalar_type() == at::kDouble);
+bool PromisingLayer::may_promise(const at::Tensor &dy, bool by_rows) {
+    const bool is_real = dy.scalar_type() == at::kFloat || dy.scalar_type() == at::kDouble;
+    const char *why = why_not_now(by_rows ? is_plain_memory(dy) && is_real : is_factor(dy));
+    if (why != nullptr)
+        note_use(why);
+    return why == nullptr;
 }
 
 at::Tensor PromisingLayer::promise_rows(const std::shared_ptr<PromisingLayer> &self,

@@ -33,6 +33,9 @@ class PromisingLayer {
 
     // Whether it is worth asking for the gradient of a use with so many rows.
     bool takes(int64_t rows, const at::Tensor &weight) const;
+    // Whether this dY may be a factor of a promise, as far as dY alone tells; by_rows: of an
+    // embedding's. If not, the gradient counts as computed.
+    bool may_promise(const at::Tensor &dy, bool by_rows);
     // The gradient dY' X of such a use as a promise (promise.h), which comes to .grad in this
     // dtype; undefined: compute it.
     at::Tensor promise(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
@@ -41,8 +44,6 @@ class PromisingLayer {
     // these indices (embedding.h).
     at::Tensor promise_rows(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
                             const at::Tensor &indices, int64_t rows, int64_t padding);
-    // Whether promise_rows() takes this dY.
-    static bool takes_rows_of(const at::Tensor &dy);
     // Whether a sum of promises is still small beside the gradient.
     bool takes(const WeightProduct &sum) const;
     void note_added(); // a promise is a part of another one now
@@ -51,7 +52,7 @@ class PromisingLayer {
 
   private:
     bool is_quiet();
-    const char *why_not_now();
+    const char *why_not_now(bool dy_fits);
     const char *why_not(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype);
     const char *why_not_rows(const at::Tensor &dy, const at::Tensor &indices, int64_t rows);
     void note_use(const char *why_not);

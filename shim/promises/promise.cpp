@@ -180,6 +180,13 @@ at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> l
     return made;
 }
 
+bool is_as_promised(const c10::TensorImpl *impl) {
+    const Launched found = launched_of(storage_of(impl));
+    return found.product && impl->storage_offset() == 0 && impl->is_contiguous() &&
+           impl->dim() == 2 && impl->sizes()[0] == found.product->rows() &&
+           impl->sizes()[1] == found.product->columns();
+}
+
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype) {
     Launched found = launched_of(storage);
     return found.product ? make_promise(cast_product(std::move(found.product), dtype), found.layer)

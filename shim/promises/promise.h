@@ -20,6 +20,9 @@ class PromisingLayer;
 // A promise is known by this deleter.
 void free_promise(void *promise);
 at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer);
+// Whether the tensor is all of a promise, laid out as the update computes it, and no view that turns
+// it: what is answered for a storage below is answered for such a tensor.
+bool is_as_promised(const c10::TensorImpl *impl);
 // The promise of the same gradient in this dtype; undefined: it has to be computed.
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype);
 // The promise of a sum, as autograd adds up what several uses of a weight contribute; undefined: it

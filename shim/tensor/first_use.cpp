@@ -36,11 +36,6 @@ thread_local bool steps_here = false;
 
 bool called_by_engine() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// As autograd does to put a gradient into .grad; a script's alias could lead past the dispatcher.
-bool makes_alias(const char *op) {
-    return called_by_engine() && std::strcmp(op, "aten::detach") == 0;
-}
-
 // Neither a thread that trains nor one of the engine's.
 bool called_by_stranger() { return !steps_here && !called_by_engine(); }
 
@@ -80,8 +75,8 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
         return Answer::PASS;
     if (is_consumed(impl))
         return answer_consumed(op, impl, is_target);
-    if (is_promise(impl) && makes_alias(op))
-        return Answer::PASS; // a promise, too
+    if (is_no_look(op, impl))
+        return Answer::PASS;
     if (is_recomputing_here())
         refuse_if_too_early(op, impl);
     const bool stranger = called_by_stranger();
@@ -115,8 +110,16 @@ void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit
     const std::shared_ptr<PromisingLayer> embedding = promising_embedding(name, *stack, n);
     const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey);
     Answer answer = Answer::PASS;
+    if (transposes_in_backward(name, *stack, n)) {
+        const c10::impl::ExcludeDispatchKeyGuard seen(kPendingKey); // its kernel calls others
+        op.redispatchBoxed(below, stack);
+        note_transposed(stack->back().toTensor());
+        return;
+    }
     for (size_t i = 0; i < n; i++)
         answer = std::max(answer, use_value(name, torch::jit::peek(*stack, i, n), i == 0));
+    if (answer == Answer::PASS && answer_product_with_promise(name, stack, n))
+        return;
     if (answer == Answer::CONVERT)
         convert_consumed(stack);
     else if (answer == Answer::OVERWRITE)
@@ -124,7 +127,7 @@ void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit
     else
         op.redispatchBoxed(below, stack);
     if (embedding)
-        ask_in_backward(embedding, stack->back().toTensor());
+        ask_behind_embedding(embedding, stack->back().toTensor());
 }
 
 void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {

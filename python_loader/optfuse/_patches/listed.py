@@ -430,17 +430,33 @@ PRIVATE = (
         "such a copy's node runs where dW does: on the side stream, if dW has one",
         "tests/device/test_side_stream.py, where the plan must say that dW is there",
     ),
-    Private(
-        "ToCopyBackward0",
-        "layers/tasks.cpp",
-        "a promised gradient of 16 bits is cast by that node on its way to .grad",
-        "tests/python/promises/test_promised_ways.py, where autocast's gradients must be promises",
-    ),
-    Private(
-        "EmbeddingBackward0",
-        "promises/operators.cpp",
-        "the node whose hook asks for a promised gradient",
-        "tests/python/promises/test_promised_embeddings.py, where the gradients must be promises",
+    *(
+        Private(
+            name,
+            "promises/operators.cpp",
+            what,
+            f"tests/python/promises/{test}, where the gradients must be promises",
+        )
+        for name, what, test in (
+            (
+                "ToCopyBackward0",
+                "a promised gradient of 16 bits is cast by that node on its way to .grad",
+                "test_promised_ways.py",
+            ),
+            (
+                "TBackward0",
+                "a linear layer's promised gradient is turned by that node on its way to .grad",
+                "test_promised_nodes.py",
+            ),
+            *(
+                (node, "the node whose hook asks for a promised gradient", test)
+                for node, test in (
+                    ("AddmmBackward0", "test_promised_nodes.py"),
+                    ("MmBackward0", "test_promised_nodes.py"),
+                    ("EmbeddingBackward0", "test_promised_embeddings.py"),
+                )
+            ),
+        )
     ),
     Private(
         "set_sequence_nr",

@@ -70,13 +70,13 @@ def test_a_gradient_that_two_parameters_have():
     equal(script_of(iteration), "forward")
 
 
-def test_grad_fn_is_a_node_of_ours_and_its_saved_tensors_are_others():
+def test_grad_fn_and_its_saved_tensors_are_stocks():
     model = wide()
     optimizer = optfuse.fuse(adamw(model.parameters()))
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         y = model[0](batch(0).requires_grad_())
-    assert y.grad_fn.name().startswith("optfuse dX of ")
+    assert y.grad_fn.name() == "AddmmBackward0"
     assert [tuple(t.shape) for t in packed] == [(5, WIDTH), (WIDTH, WIDTH)]
     optfuse.unfuse(optimizer)
 
@@ -122,16 +122,4 @@ def test_raw_memory_of_a_promise_is_sealed():
         received = torch.empty_like(grad)
         torch.distributed.scatter(received, [grad])
     assert_same("received", received, grad)
-    optfuse.unfuse(optimizer)
-
-
-def test_compiled_autograd_is_refused():
-    model = wide()
-    optimizer = optfuse.fuse(adamw(model.parameters()))
-    loss = loss_of(model, 0)
-    with (
-        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
-        pytest.raises(optfuse.Error, match='products="off"'),
-    ):
-        loss.backward()
     optfuse.unfuse(optimizer)

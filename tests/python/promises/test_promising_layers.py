@@ -15,13 +15,12 @@ def test_small_or_thick_layers_are_left_alone(monkeypatch):
     monkeypatch.setenv("OPTFUSE_PRODUCTS", "auto")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
     optimizer = optfuse.fuse(adamw(model.parameters()))
-    y = model(torch.randn(5, 64))
-    assert promises_of(optimizer) == () and "Addmm" in y.grad_fn.name()
+    assert promises_of(optimizer) == ()
     thick = nn.Linear(600, 600)
     optimizer = optfuse.fuse(adamw(thick.parameters()))
-    assert "Addmm" in thick(torch.randn(600, 600)).grad_fn.name()
-    assert "optfuse" in thick(torch.randn(8, 600)).grad_fn.name()
-    assert [layer.promised for layer in promises_of(optimizer)] == [0]
+    for rows, asked in ((600, 0), (8, 1)):
+        thick(torch.randn(rows, 600)).sum().backward()
+        assert [layer.promised + layer.whole for layer in promises_of(optimizer)] == [asked]
 
 
 @pytest.mark.parametrize("make", (torch.optim.Adafactor, torch.optim.Muon))
@@ -73,7 +72,6 @@ def test_auto_is_the_default(monkeypatch):
     for off in ({"products": "off"}, {}):
         optimizer = optfuse.fuse(optimizer, **off)
         assert promises_of(optimizer) == ()
-        assert "Addmm" in model(torch.randn(4, 600)).grad_fn.name()
         optfuse.unfuse(optimizer)
         monkeypatch.setenv("OPTFUSE_PRODUCTS", "off")
     monkeypatch.setenv("OPTFUSE_PRODUCTS", "maybe")
@@ -92,9 +90,13 @@ def test_flush_leaves_a_gradient_a_promise():
     assert total(optimizer, "made") == 0
 
 
-def test_after_unfuse_the_layers_node_is_that_of_stock():
+def test_after_unfuse_gradients_are_computed():
     model = wide()
     optimizer = optfuse.fuse(adamw(model.parameters()))
-    assert "optfuse" in model[0](batch(0)).grad_fn.name()
-    optfuse.unfuse(optimizer)
-    assert "Addmm" in model[0](batch(0)).grad_fn.name()
+    for is_fused in (True, False):
+        model(batch(0)).sum().backward()
+        marked = "GenericWrapper" in str(torch._C._dispatch_keys(model[0].weight.grad))
+        assert marked == is_fused
+        optimizer.zero_grad()
+        if is_fused:
+            optfuse.unfuse(optimizer)
