@@ -11,6 +11,7 @@
 #include <ATen/ops/conv2d_native.h>
 #include <ATen/ops/linear_native.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -70,14 +71,26 @@ bool has_symbols(const at::Tensor &t) {
 
 bool is_plain(const at::Tensor &t) {
     return !t.defined() ||
-           (t.layout() == c10::kStrided && !at::isTensorSubclassLike(t) && !has_symbols(t));
+           (t.layout() == c10::kStrided && !has_symbols(t) &&
+            (t.unsafeGetTensorImpl()->key_set() & at::kTensorSubclassLike).empty());
+}
+
+// Whether one of PyTorch's own modes traces operators: their outputs are no tensors. Other modes,
+// such as those that count operators or choose what a checkpoint keeps, look at them.
+bool is_traced() {
+    using Modes = c10::impl::TorchDispatchModeTLS;
+    using c10::impl::TorchDispatchModeKey;
+    return Modes::any_modes_set() && (Modes::get_mode(TorchDispatchModeKey::FAKE) ||
+                                      Modes::get_mode(TorchDispatchModeKey::PROXY) ||
+                                      Modes::get_mode(TorchDispatchModeKey::FUNCTIONAL));
 }
 
 Known known_by(const at::Tensor &weight);
 
 // The layer whose tasks are to stand behind y = f(x), if it is known; else stock's node does.
 Known tapped(const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias) {
-    if (!at::GradMode::is_enabled() || !w.requires_grad() || is_updated_in_backward(x))
+    if (!at::GradMode::is_enabled() || !w.requires_grad() || is_updated_in_backward(x) ||
+        is_traced())
         return {};
     for (const at::Tensor &t : {x, w, bias})
         if (!is_plain(t) || has_forward_gradient(t))

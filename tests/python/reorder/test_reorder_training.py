@@ -2,6 +2,8 @@
 """Models that train with another order of backward have stock's bits: losses, gradients,
 weights and state."""
 
+import functools
+
 import pytest
 import torch
 from common import adamw, everything, refused, sgd
@@ -9,7 +11,12 @@ from reorder_scripts import CHOICES, MODES, mlp, random, same_reordered, x_of
 from test_architectures import CALLS, square_of_output
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 import optfuse
 
@@ -264,3 +271,41 @@ def test_no_hook_of_all_optimizers_stays(choice):
                 optimizer.step()
             assert not _global_optimizer_pre_hooks
             assert reordering.plan.choice["schedule"] != "auto"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("when", ("first", "once", "always"))
+def test_operators_are_counted(when, choice, mode):
+    """As many as in stock: none of what is rehearsed or copied."""
+
+    def script(wrap, arrange):
+        model = mlp()
+        arrange(model)
+        optimizer = wrap(adamw(model.parameters()))
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            if when == "always" or i == {"first": 0, "once": 2}[when]:
+                with FlopCounterMode(display=False) as counted:
+                    usual(model, i).backward()
+                yield "operations", counted.get_total_flops()
+            else:
+                usual(model, i).backward()
+            optimizer.step()
+        yield from everything(model, optimizer)
+
+    same_reordered(script, CHOICES[choice], mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE))
+def test_selective_checkpoint(policy, mode):
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda at, operator, *_, **__: policy
+    )
+
+    def loss(model, i):
+        x = x_of(i).requires_grad_()
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()
+
+    same_reordered(training(mlp, loss), CHOICES["last"], mode)
