@@ -113,7 +113,7 @@ std::vector<Piece> pieces_of(const std::vector<const at::Tensor *> &of, size_t b
         const c10::TensorImpl *g = tensor->unsafeGetTensorImpl();
         const size_t n = static_cast<size_t>(g->numel());
         compute_now(g);
-        const auto *numbers = static_cast<const char *>(data_of(g));
+        const auto *numbers = static_cast<const char *>(tensor->const_data_ptr());
         for (size_t at = 0; at < n; at += kMost)
             pieces.push_back({numbers + at * bytes, std::min(kMost, n - at)});
     }

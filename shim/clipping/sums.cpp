@@ -123,7 +123,7 @@ std::optional<std::vector<double>> norms_by_sums(const std::vector<const at::Ten
     for (const at::Tensor *tensor : of) {
         const c10::TensorImpl *g = tensor->unsafeGetTensorImpl();
         compute_now(g);
-        arrays.push_back({data_of(g), g->numel()});
+        arrays.push_back({tensor->const_data_ptr(), g->numel()});
     }
     return norms_of_arrays(arrays, dtype, terms, *rounded_by);
 }

@@ -107,12 +107,12 @@ void copy_strided(char *to, const char *from, int64_t n, int64_t stride, size_t 
 }
 
 // The rows of a matrix one after the other. An operator would set this thread's number of threads
-// (tensor/threads.h).
+// (tensor/threads.h). PyTorch raises where the numbers are absent or late (memory.h).
 void copy_rows(const at::Tensor &t, char *to) {
     constexpr int64_t kWorthAThread = 1 << 15;
     const auto bytes = static_cast<int64_t>(t.element_size());
     const int64_t columns = t.size(1), row = columns * bytes;
-    const auto *from = static_cast<const char *>(data_of(t.unsafeGetTensorImpl()));
+    const auto *from = static_cast<const char *>(t.const_data_ptr());
     in_parallel(t.size(0), kWorthAThread / std::max<int64_t>(columns, 1) + 1,
                 [&](int64_t begin, int64_t end) {
                     for (int64_t i = begin; i < end; i++)

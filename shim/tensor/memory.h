@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// memory.h: the raw memory of tensors, past the seal, and whether others share it.
+// memory.h: the raw memory of tensors, past the seal, and whether others share it. The seal says that
+// a storage's numbers are absent (promised, used up) or late (an update or a scaling is pending, a
+// reduction on its way). Whoever reads numbers past the dispatcher takes const_data_ptr(), which
+// raises then; only what belongs to an update or a scaling reads past the seal, once the core has
+// settled what came before.
 #pragma once
 
 #include <c10/core/Allocator.h>
