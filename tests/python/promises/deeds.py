@@ -5,6 +5,7 @@ every kind, and ways to compute gradients. A deed gets a Place, computes or watc
 
 import contextlib
 import functools
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -468,8 +469,10 @@ REFUSED = {"kept twice", *(name for name in PASSES if name.endswith("gradient"))
 
 
 def do(place, hooks, compute):
-    """Computes gradients while these hooks are on, by their names."""
+    """Computes gradients while these hooks are on, by their names. PyTorch warns of some."""
     with contextlib.ExitStack() as on:
+        on.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         for name in hooks:
             on.callback(HOOKS[name](place))
         PASSES[compute](place)

@@ -47,7 +47,6 @@ def script_of(hooks, compute, bias, shape):
 CASES = [*(((), name) for name in PASSES), *(((name,), "plain") for name in HOOKS)]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("hooks", "compute"), CASES)
