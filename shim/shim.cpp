@@ -406,8 +406,4 @@ bool of_shim_inputs_are_profiled(void) {
 
 void of_shim_seal_consumed(bool sealed) { optfuse::seal_consumed(sealed); }
 
-bool of_shim_is_sealed(void *storage) {
-    return optfuse::is_sealed(static_cast<c10::StorageImpl *>(storage));
-}
-
 } // extern "C"

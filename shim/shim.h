@@ -200,9 +200,6 @@ OF_API void of_shim_end_recompute(void);
  * default, or a null pointer. */
 OF_API void of_shim_seal_consumed(bool sealed);
 
-/* Whether that is so of this storage, a StorageImpl of PyTorch. */
-OF_API bool of_shim_is_sealed(void *storage);
-
 /* A list of Python's: whether each item is exactly of one of two types; and whether all are
  * different ones and none is `without` (false where memory is short, too). */
 OF_API bool of_shim_are_of(void *list, void *type, void *other);

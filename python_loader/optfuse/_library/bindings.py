@@ -113,7 +113,6 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_begin_recompute": (ctypes.c_int, [_Plans, _Size]),
     "of_shim_end_recompute": (None, []),
     "of_shim_seal_consumed": (None, [_Bool]),
-    "of_shim_is_sealed": (_Bool, [ctypes.c_void_p]),
 }
 _WITH_GIL: _Prototypes = {
     "of_shim_play": (None, [ctypes.c_void_p]),
