@@ -140,6 +140,8 @@ OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 OF_API size_t of_shim_sharing_state(of_shim_plan *plan, size_t *slots, size_t capacity);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
+/* The number of the gradient that it was updated with, for set_slots(); 0: it is not. */
+OF_API uint64_t of_shim_used(of_shim_plan *plan, size_t slot);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);

@@ -91,6 +91,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_have_gradients": (_Bool, [_Plan, _Size]),
     "of_shim_await": (_Int, [ctypes.c_int64]),
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
+    "of_shim_used": (ctypes.c_uint64, [_Plan, _Size]),
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
     "of_shim_update_beside": (None, [_Plan]),

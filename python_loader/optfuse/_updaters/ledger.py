@@ -147,13 +147,13 @@ class Ledger:
         slots = Slots(self.plan, groups)
         if self.updater.is_tried():
             slots.find_places(self.slots, tried)
-        updated = self.slots.updated()
+        used = self.slots.used()
         check(lib.of_shim_clear(self.plan))
         if self.mode == BACKWARD:
             self.slots.detach(kept=set(map(id, slots.params)))
         self._flags += map(flags_of, groups[len(self._flags) :])
         lib_with_gil.of_shim_ledger_tell_options(self.plan, optimizer)
-        slots.tell(self._alone(slots), updated, self.updater.tried_on_cpu())
+        slots.tell(self._alone(slots), used, self.updater.tried_on_cpu())
         self._tell_reduced(slots)
         self.slots = slots
         self.updater.layout(groups)
