@@ -29,6 +29,7 @@ from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.tried import Tried
 from optfuse._own_step.twin import step_of
+from optfuse._own_step.untouched import says_what_ran
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group
 from optfuse._trials.stock_trial import flags_of
@@ -357,6 +358,7 @@ class Ledger:
             self._try_again(optimizer)
         return not in_backward
 
+    @says_what_ran()
     def _try_again(self, optimizer: Optimizer) -> None:
         try:
             promise = check_promise(optimizer, self._stock)
