@@ -24,11 +24,11 @@ namespace optfuse {
 namespace {
 
 // For a plan without slots whose groups are set. One entry a parameter in each
-// list; updated: in backward mode, since the last step(); tried: see Slot, and for
-// tried_on_cpu Plan; label: how errors name the parameter.
+// list; used: of_shim_used() before; tried: see Slot, and for tried_on_cpu Plan;
+// label: how errors name the parameter.
 void set_slots(int64_t address, const std::vector<at::Tensor> &params,
                const std::vector<int64_t> &groups, const std::vector<int64_t> &eager,
-               const std::vector<int64_t> &updated, const std::vector<int64_t> &tried,
+               const std::vector<int64_t> &used, const std::vector<int64_t> &tried,
                int64_t tried_on_cpu, const std::vector<std::string> &labels) {
     refuse_fake_tensors("parameters are told");
     Plan &plan = plan_at(address);
@@ -36,8 +36,8 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
     for (size_t i = 0; i < params.size(); i++) {
         add_slot(plan, params[i], static_cast<size_t>(groups[i]), eager[i] != 0, tried[i],
                  labels[i]);
-        if (updated[i] != 0)
-            of_plan_set_updated(plan.core, i);
+        if (used[i] != 0)
+            set_used(*plan.slots[i], static_cast<uint64_t>(used[i]));
         note_versions(*plan.slots[i]);
     }
 }
@@ -210,9 +210,12 @@ at::Tensor consumed_like(int64_t address, const at::Tensor &local) {
     return make_consumed(local, plan_at(address).steps);
 }
 
-void consume_all_again(const std::vector<at::Tensor> &gradients) {
-    for (const at::Tensor &gradient : gradients)
-        consume_again(gradient.unsafeGetTensorImpl());
+// The local tensors of the DTensors in .grad.
+void consume_all_again(int64_t address, const std::vector<int64_t> &slots,
+                       const std::vector<at::Tensor> &gradients) {
+    Plan &plan = plan_at(address);
+    for (size_t i = 0; i < slots.size(); i++)
+        slot_at(plan, slots[i]).used = consume_again(gradients[i].unsafeGetTensorImpl());
 }
 
 c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
@@ -281,7 +284,7 @@ void raise_error(const std::string &message) {
 } // namespace optfuse
 
 TORCH_LIBRARY(optfuse, m) {
-    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] updated, "
+    m.def("set_slots(int plan, Tensor[] params, int[] groups, int[] eager, int[] used, "
           "int[] tried, int tried_on_cpu, str[] labels) -> ()",
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
@@ -310,7 +313,8 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::complete);
     m.def("know_aliases(int plan, int slot, Tensor[] candidates) -> ()", optfuse::know_aliases);
     m.def("consumed_like(int plan, Tensor local) -> Tensor", optfuse::consumed_like);
-    m.def("consume_again(Tensor[] gradients) -> ()", optfuse::consume_all_again);
+    m.def("consume_again(int plan, int[] slots, Tensor[] gradients) -> ()",
+          optfuse::consume_all_again);
     m.def("are_consumed(Tensor[] gradients) -> bool[]", optfuse::are_consumed);
     m.def("consume_wrapper(Tensor wrapper, Tensor local) -> ()", optfuse::consume_wrapper);
     m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label, "

@@ -61,6 +61,7 @@ struct alignas(OF_CACHE_LINE) UsualSlot {
     // alive.
     std::vector<c10::TensorImpl *> wrappers;
     at::Tensor consumed; // backward mode: what .grad becomes
+    uint64_t used = kNoUse; // and the number of its last use, which step() confirms
     // Backward mode: param_version() and state_version() after the last update, or when they were
     // told since. Others mean that somebody has written.
     uint64_t version = 0;

@@ -164,7 +164,7 @@ namespace {
 
 bool is_kept(const optfuse::Slot *slot) {
     const at::Tensor &grad = slot->param->grad();
-    return grad.defined() && optfuse::is_consumed(grad.unsafeGetTensorImpl());
+    return grad.defined() && optfuse::is_of_use(grad.unsafeGetTensorImpl(), slot->used);
 }
 
 // Backward mode: stock would not apply a gradient that has been dropped since
@@ -328,6 +328,10 @@ bool of_shim_unconfirmed(of_shim_plan *handle) {
     return optfuse::is_updating_here(plan) || of_plan_unconfirmed(plan->core) != 0;
 }
 
+uint64_t of_shim_used(of_shim_plan *handle, size_t slot) {
+    return of_shim_is_updated(handle, slot) ? plan_of(handle)->slots[slot]->used : 0;
+}
+
 bool of_shim_is_updated(of_shim_plan *handle, size_t slot) {
     const optfuse::Plan *plan = plan_of(handle);
     return optfuse::is_updating_here(plan) || of_plan_is_updated(plan->core, slot);
@@ -405,9 +409,5 @@ bool of_shim_inputs_are_profiled(void) {
 }
 
 void of_shim_seal_consumed(bool sealed) { optfuse::seal_consumed(sealed); }
-
-bool of_shim_is_sealed(void *storage) {
-    return optfuse::is_sealed(static_cast<c10::StorageImpl *>(storage));
-}
 
 } // extern "C"

@@ -140,6 +140,8 @@ OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 OF_API size_t of_shim_sharing_state(of_shim_plan *plan, size_t *slots, size_t capacity);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);
+/* The number of the gradient that it was updated with, for set_slots(); 0: it is not. */
+OF_API uint64_t of_shim_used(of_shim_plan *plan, size_t slot);
 /* Backward mode, before the first backward: updates on a GPU run on a side
  * stream, beside the rest of backward. */
 OF_API void of_shim_update_beside(of_shim_plan *plan);
@@ -199,9 +201,6 @@ OF_API void of_shim_end_recompute(void);
 /* Whether C++ code that asks for the address of a consumed gradient gets an error, which is the
  * default, or a null pointer. */
 OF_API void of_shim_seal_consumed(bool sealed);
-
-/* Whether that is so of this storage, a StorageImpl of PyTorch. */
-OF_API bool of_shim_is_sealed(void *storage);
 
 /* A list of Python's: whether each item is exactly of one of two types; and whether all are
  * different ones and none is `without` (false where memory is short, too). */

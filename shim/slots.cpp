@@ -103,6 +103,11 @@ void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int
         let_promise(plan, slot);
 }
 
+void set_used(Slot &slot, uint64_t used) {
+    of_plan_set_updated(slot.plan->core, slot.index);
+    slot.used = used;
+}
+
 Slot::~Slot() {
     forget_slot(this);
     if (promising)

@@ -29,6 +29,8 @@ struct FoundSlots {
 // optimizer, or one is of an optimizer in backward mode, or of one whose gradients clipping must not
 // leave to the update.
 bool find_slots(const std::vector<at::Tensor> &params, FoundSlots *found);
+// A slot that has taken the place of one for the same parameter, which had this of_shim_used().
+void set_used(Slot &slot, uint64_t used);
 // Around fork(): a child has none of the threads that could let go of the lock.
 void lock_slots();
 void unlock_slots();

@@ -22,6 +22,7 @@ from optfuse._link import Link, link_of
 from optfuse._options import LINK, MADE, Options, is_fused
 from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import Promise
+from optfuse._own_step.untouched import says_what_ran
 from optfuse._own_step.updates import running
 from optfuse._refuse import check_group, check_params
 from optfuse._rules import Group, Rule
@@ -41,6 +42,7 @@ class _Fused:
     step = _step.step
     zero_grad = _step.zero_grad
 
+    @says_what_ran()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link_of(optimizer).stock.add_param_group(optimizer, param_group)

@@ -33,6 +33,7 @@ from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
 from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
+from optfuse._own_step.untouched import says_what_ran
 from optfuse._refuse import check_class, check_eager, check_group, check_params
 from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
@@ -112,13 +113,14 @@ def fuse(
     if not options.delays:
         options = replace(options, products=products or products_asked())
     _process.start()
-    rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
-    for index, group in enumerate(optimizer.param_groups):
-        check_group(rule, group, index, strict)
-    differ = _try_on_gpus(rule, optimizer, strict)
-    if mode.ddp is not None:
-        options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
-    become_fused(optimizer, options, rule)
+    with says_what_ran():
+        rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
+        for index, group in enumerate(optimizer.param_groups):
+            check_group(rule, group, index, strict)
+        differ = _try_on_gpus(rule, optimizer, strict)
+        if mode.ddp is not None:
+            options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
+        become_fused(optimizer, options, rule)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
     link_of(optimizer).ledger.watch(optimizer)
     return optimizer

@@ -38,7 +38,11 @@ struct Consumed {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     std::shared_ptr<const Steps> steps; // of the optimizer
     std::atomic<uint64_t> step;         // how many there were when the gradient was consumed
+    std::atomic<uint64_t> use; // see consume_again(); kRounded: step() would use other numbers
+    at::ScalarType dtype;      // that of the gradient; copies may be wider
 };
+
+constexpr uint64_t kRounded = 0;
 
 // Stands in the place of the memory of a DTensor that reads as one.
 struct Wrapped {
@@ -88,12 +92,13 @@ const Wrapped *wrapped_of(const c10::TensorImpl *impl) {
                : nullptr;
 }
 
-c10::Storage consumed_storage(const c10::Device &device, std::shared_ptr<const Steps> steps) {
+c10::Storage consumed_storage(const c10::Device &device, at::ScalarType dtype,
+                              std::shared_ptr<const Steps> steps) {
     const auto made = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, device),
         device.is_meta() ? nullptr : c10::GetAllocator(device.type()), /*resizable=*/false);
-    auto *consumed =
-        new Consumed{c10::weak_intrusive_ptr<c10::StorageImpl>(made), std::move(steps), {0}};
+    auto *consumed = new Consumed{c10::weak_intrusive_ptr<c10::StorageImpl>(made),
+                                  std::move(steps), {0}, {kRounded}, dtype};
     made->set_data_ptr_noswap(c10::DataPtr(nullptr, consumed, free_consumed, device));
     AllConsumed &all = all_consumed();
     const std::lock_guard<std::mutex> guard(all.lock);
@@ -120,7 +125,7 @@ bool reads_no_numbers(const char *op) {
                       "aten::randn_like", "aten::new_zeros", "aten::new_ones", "aten::new_empty",
                       "aten::new_full", "aten::new_empty_strided", "optfuse::launch",
                       "optfuse::consume_wrapper", "optfuse::consume_again", "optfuse::are_consumed",
-                      "optfuse::complete"}); // knows which are
+                      "optfuse::complete", "optfuse::lend"}); // know which are
 }
 
 // An alias, which is consumed, too. (A DTensor makes another one.)
@@ -234,7 +239,7 @@ class Overwriting {
 at::Tensor without_shape(const c10::Device &device, at::ScalarType dtype,
                          std::shared_ptr<const Steps> steps) {
     return at::detail::make_tensor<c10::TensorImpl>(
-        consumed_storage(device, std::move(steps)),
+        consumed_storage(device, dtype, std::move(steps)),
         c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, device)),
         c10::scalarTypeToTypeMeta(dtype));
 }
@@ -252,12 +257,28 @@ at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> s
     return consumed;
 }
 
-void consume_again(const c10::TensorImpl *impl) {
+uint64_t consume_again(const c10::TensorImpl *impl) {
+    static std::atomic<uint64_t> last{kNoUse};
     Consumed *consumed = consumed_of(impl);
     if (consumed == nullptr)
-        return;
+        return kNoUse;
+    const uint64_t use = last.fetch_add(1, std::memory_order_relaxed) + 1;
+    consumed->use.store(use, std::memory_order_relaxed);
     consumed->step.store(consumed->steps->load(std::memory_order_relaxed),
                          std::memory_order_relaxed);
+    return use;
+}
+
+bool is_of_use(const c10::TensorImpl *impl, uint64_t use) {
+    const Consumed *consumed = impl->has_storage() ? consumed_of(impl) : nullptr;
+    return consumed != nullptr && consumed->use.load(std::memory_order_relaxed) == use &&
+           impl->dtype() == consumed->dtype;
+}
+
+const at::Tensor &local_gradient(const at::Tensor &gradient) {
+    const c10::TensorImpl *impl = gradient.unsafeGetTensorImpl();
+    const Wrapped *wrapped = impl->has_storage() ? wrapped_of(impl) : nullptr;
+    return wrapped == nullptr ? gradient : wrapped->local;
 }
 
 bool has_aliases(const c10::TensorImpl *impl) {
@@ -278,7 +299,11 @@ void convert_consumed(torch::jit::Stack *stack) {
     const Consumed *before = consumed_of(self.unsafeGetTensorImpl());
     at::Tensor consumed = without_shape(with_index(device), dtype, before->steps);
     c10::TensorImpl *impl = consumed.unsafeGetTensorImpl();
-    consumed_of(impl)->step = before->step.load();
+    auto &copy = *static_cast<Consumed *>(memory_of(impl).get_context());
+    copy.step = before->step.load();
+    copy.dtype = before->dtype;
+    if (impl->device() == self.device() && c10::promoteTypes(before->dtype, dtype) == dtype)
+        copy.use = before->use.load();
     impl->set_sizes_and_strides(self.sizes(), self.strides());
     if (format != at::MemoryFormat::Preserve)
         impl->empty_tensor_restride(format);

@@ -20,7 +20,14 @@ using Steps = std::atomic<uint64_t>;
 
 at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> steps);
 // It stands for the gradient of a later backward pass from here on, unless it has memory again.
-void consume_again(const c10::TensorImpl *impl);
+// Returns the number of this use, which no other gradient of the process has; or kNoUse.
+uint64_t consume_again(const c10::TensorImpl *impl);
+constexpr uint64_t kNoUse = 1;
+// Whether it, or an alias, is what consume_again() has said so of, with all digits: no gradient of
+// another parameter or an earlier step.
+bool is_of_use(const c10::TensorImpl *impl, uint64_t use);
+// The local tensor of a DTensor that reads as one; everything else as it is.
+const at::Tensor &local_gradient(const at::Tensor &gradient);
 // Whether there are others with its memory, as .data and detach() are.
 bool has_aliases(const c10::TensorImpl *impl);
 // Whether C++ code that asks for the address of one gets an error, or a null pointer.

@@ -107,7 +107,7 @@ class Lent {
 void lend_gradients(Plan &plan, const std::vector<size_t> &slots,
                     const std::vector<at::Tensor> &grads) {
     for (size_t i = 0; i < slots.size(); i++)
-        plan.slots[slots[i]]->param->mutable_grad() = grads[i];
+        plan.slots[slots[i]]->param->mutable_grad() = local_gradient(grads[i]);
 }
 
 // A gradient that has its memory for itself can be told by that.

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <sstream>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -138,12 +139,13 @@ std::vector<FusedOptimizer::Member> FusedOptimizer::members_now() const {
 
 void FusedOptimizer::rebuild() {
     std::vector<Member> found = members_now();
-    std::unordered_set<const c10::TensorImpl *> known, updated;
+    std::unordered_set<const c10::TensorImpl *> known;
+    std::unordered_map<const c10::TensorImpl *, uint64_t> used;
     for (const Member &member : found)
         known.insert(member.param.unsafeGetTensorImpl());
     for (const Slot *slot : shared->slots)
         if (of_shim_is_updated(handle, slot->index))
-            updated.insert(slot->param);
+            used[slot->param] = slot->used;
     check(of_shim_clear(handle));
     for (const Member &member : std::exchange(members, {}))
         if (known.count(member.param.unsafeGetTensorImpl()) == 0)
@@ -151,9 +153,9 @@ void FusedOptimizer::rebuild() {
     n_groups = optimizer.param_groups().size();
     ledger->tell_options(*this);
     add_members(std::move(found));
-    for (const Slot *slot : shared->slots)
-        if (updated.count(slot->param) != 0)
-            of_plan_set_updated(shared->core, slot->index);
+    for (Slot *slot : shared->slots)
+        if (const auto its = used.find(slot->param); its != used.end())
+            set_used(*slot, its->second);
 }
 
 // A replay of a CUDA graph reads parameters and writes gradients by their addresses. Python's

@@ -200,7 +200,7 @@ void consume_gradient(References *refs) {
         refs->old_consumed = std::move(slot->consumed);
         slot->consumed = make_consumed(refs->param, slot->plan->steps);
     }
-    consume_again(slot->consumed.unsafeGetTensorImpl());
+    slot->used = consume_again(slot->consumed.unsafeGetTensorImpl());
     grad = slot->consumed;
 }
 

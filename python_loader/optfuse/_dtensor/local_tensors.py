@@ -146,6 +146,7 @@ class Sharded:
         self._units = fsdp.units_of(self._params.values())
         self._aliases: dict[int, list[Tensor]] = {}
         self._lent: list[int] = []  # slots
+        self._lent_used: list[int] = []  # whose gradients backward has used
         self._consumed: dict[int, Any] = {}  # by slots: what .grad becomes
         self._handles: list[Any] = []
         self.fresh: list[int] = []  # slots whose gradient is complete
@@ -198,12 +199,16 @@ class Sharded:
             torch.ops.optfuse.discard(self.plan, gone)
         with torch._C._DisableTorchDispatch():  # of the wrappers it takes the addresses only
             torch.ops.optfuse.lend(self.plan, slots, grads, wrappers)
+            used = [found[slot] for slot in consumed]
+            self._lent_used = list(consumed)
+            torch.ops.optfuse.lend(self.plan, self._lent_used, used, used)
 
     def take_back(self, stepped: bool) -> None:
         torch.ops.optfuse.take_back(self.plan, self._lent)
+        torch.ops.optfuse.discard(self.plan, self._lent_used)  # nobody else may hold them
         if stepped and guard("wrapper_version"):
             torch.autograd.graph.increment_version([self._params[slot] for slot in self._lent])
-        self._lent = []
+        self._lent = self._lent_used = []
 
     # ---- backward mode
 
@@ -269,7 +274,8 @@ class Sharded:
             if slot not in self._consumed or _is_kept(self._consumed, slot):
                 self._consumed[slot] = _consumed(self.plan, param, self._locals[slot])
             param.grad = self._consumed[slot]
-        torch.ops.optfuse.consume_again([self._consumed[slot]._local_tensor for slot in slots])
+        consumed = [self._consumed[slot]._local_tensor for slot in slots]
+        torch.ops.optfuse.consume_again(self.plan, slots, consumed)
         torch.autograd.graph.increment_version([self._params[slot] for slot in slots])
         torch.ops.optfuse.note_versions(self.plan, slots)
 

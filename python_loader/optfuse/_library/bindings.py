@@ -91,6 +91,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_have_gradients": (_Bool, [_Plan, _Size]),
     "of_shim_await": (_Int, [ctypes.c_int64]),
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
+    "of_shim_used": (ctypes.c_uint64, [_Plan, _Size]),
     "of_shim_unconfirmed": (_Bool, [_Plan]),
     "of_shim_sharing_state": (_Size, [_Plan, _Sizes, _Size]),
     "of_shim_update_beside": (None, [_Plan]),
@@ -113,7 +114,6 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_begin_recompute": (ctypes.c_int, [_Plans, _Size]),
     "of_shim_end_recompute": (None, []),
     "of_shim_seal_consumed": (None, [_Bool]),
-    "of_shim_is_sealed": (_Bool, [ctypes.c_void_p]),
 }
 _WITH_GIL: _Prototypes = {
     "of_shim_play": (None, [ctypes.c_void_p]),

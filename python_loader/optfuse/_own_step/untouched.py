@@ -52,10 +52,31 @@ class _Real:
             self.tensor.grad = self.grad
 
 
+RAN = (
+    "Its step() was tried on small copies: whatever it counts outside of the optimizer, as in a "
+    "global or an attribute of its class, may have advanced"
+)
+trials = 0  # that have begun, each of which runs foreign code
+
+
+@contextlib.contextmanager
+def says_what_ran() -> Iterator[None]:
+    """An error of the body says that there was a trial, if there was one."""
+    before = trials
+    try:
+        yield
+    except Error as error:
+        if trials != before:
+            error.args = (f"{error}. {RAN}",)
+        raise
+
+
 @contextlib.contextmanager
 def untouched(optimizer: Optimizer, name: str, but: Container[str] = ()) -> Iterator[None]:
     """Raises optfuse.Error if the body changed anything of the optimizer. Another thread that
     uses its parameters meanwhile gets an error. but: attributes that copies don't have."""
+    global trials
+    trials += 1
     if not guard("untouched"):
         yield
         return

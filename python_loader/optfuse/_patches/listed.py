@@ -59,14 +59,6 @@ PATCHES = (
         for name in ("data_ptr", "untyped_storage", "apply_", "map_", "map2_")
     ),
     Patch("torch.Tensor.const_data_ptr", _RAW, optional=True),  # torch 2.11 has none
-    *(
-        Patch(
-            f"torch._C.StorageBase.{name}",
-            "it reads a storage that may be sealed, and is_shared() ends the process then: raise "
-            "an error that says why",
-        )
-        for name in ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
-    ),
     Patch("torch.Tensor.__dlpack__", _RAW, ("self",)),
     Patch("torch.Tensor.share_memory_", _RAW, ("self",)),
     *(

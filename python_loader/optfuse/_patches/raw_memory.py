@@ -8,6 +8,7 @@ torch.utils.dlpack import to_dlpack`)."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from optfuse._library.bindings import Error, guard, lib
+from optfuse._library.bindings import Error, guard
 from optfuse._patches.replacing import call_before, call_first, replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
@@ -24,8 +25,8 @@ _IN_C = {
     torch._C: ("_data_address", "_is_cow_tensor"),
 }
 _EXPORTS = ("_to_dlpack", "_to_dlpack_versioned")  # of torch._C
-#: A storage whose memory others may still read past the dispatcher is that of a consumed gradient.
-_OF_STORAGES = ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
+#: torch.compile asks for storages to tell aliases apart, and reads none.
+_ALIASES = "torch._subclasses.meta_utils"
 
 
 @functools.cache
@@ -50,20 +51,17 @@ def _launch(op: str) -> Callable[..., None]:
     return launch
 
 
+def _give_storage(tensor: Any) -> None:
+    """The only way from Python to a tensor's storage. That of a consumed gradient is given to
+    nobody who could read it: some of a storage's functions look past every seal, and is_shared()
+    would end the process."""
+    asks_for_aliases = sys._getframe(1).f_globals.get("__name__") == _ALIASES
+    _launch("launch" if asks_for_aliases else "access")(tensor)
+
+
 def launch_gradients(params: Iterable[Tensor]) -> None:
     """Before C++ code asks the gradients of these parameters for their memory."""
     _launch("access")(*(param.grad for param in params))
-
-
-def _refuse_sealed(*values: Any, **named: Any) -> None:
-    """Before a storage's function that reads its memory: is_shared() would end the process."""
-    for value in (*values, *named.values()):
-        if isinstance(value, torch._C.StorageBase) and lib.of_shim_is_sealed(value._cdata):
-            raise Error(
-                "optfuse: this is the memory of a gradient that backward fusion has already "
-                "applied and freed; call zero_grad() after step(), or use "
-                'optfuse.fuse(optimizer, mode="forward")'
-            )
 
 
 def _like(tensor: Any = None, *_: Any, **__: Any) -> Tensor | None:
@@ -105,12 +103,9 @@ def install(flush_all: Callable[[], None], swap_and_tell: Callable[[Any], Any]) 
             call_first(owner, name, access)
     for name in _EXPORTS:
         call_first(torch._C, name, _exported)
-    # torch.compile asks for it without reading numbers, so a consumed gradient passes.
-    call_first(Tensor, "untyped_storage", _launch("launch"))
+    call_first(Tensor, "untyped_storage", _give_storage)
     for name in ("new", "new_tensor"):
         call_first(Tensor, name, _like)
-    for name in _OF_STORAGES:
-        call_first(torch._C.StorageBase, name, _refuse_sealed)
     for name in ("__dlpack__", "share_memory_"):
         call_before(Tensor, name, access)
 

@@ -29,6 +29,7 @@ from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.tried import Tried
 from optfuse._own_step.twin import step_of
+from optfuse._own_step.untouched import says_what_ran
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group
 from optfuse._trials.stock_trial import flags_of
@@ -147,13 +148,13 @@ class Ledger:
         slots = Slots(self.plan, groups)
         if self.updater.is_tried():
             slots.find_places(self.slots, tried)
-        updated = self.slots.updated()
+        used = self.slots.used()
         check(lib.of_shim_clear(self.plan))
         if self.mode == BACKWARD:
             self.slots.detach(kept=set(map(id, slots.params)))
         self._flags += map(flags_of, groups[len(self._flags) :])
         lib_with_gil.of_shim_ledger_tell_options(self.plan, optimizer)
-        slots.tell(self._alone(slots), updated, self.updater.tried_on_cpu())
+        slots.tell(self._alone(slots), used, self.updater.tried_on_cpu())
         self._tell_reduced(slots)
         self.slots = slots
         self.updater.layout(groups)
@@ -357,6 +358,7 @@ class Ledger:
             self._try_again(optimizer)
         return not in_backward
 
+    @says_what_ran()
     def _try_again(self, optimizer: Optimizer) -> None:
         try:
             promise = check_promise(optimizer, self._stock)

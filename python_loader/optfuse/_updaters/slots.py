@@ -47,10 +47,10 @@ class Slots:
     def number_of(self, param: Tensor) -> int | None:
         return self.numbers.get(id(param))
 
-    def updated(self) -> set[int]:
-        """The ids of parameters that backward fusion has updated since step()."""
-        slots = enumerate(self.params)
-        return {id(p) for i, p in slots if lib.of_shim_is_updated(self.plan, i)}
+    def used(self) -> dict[int, int]:
+        """The numbers of the gradients that backward fusion has updated with since step(), by the
+        ids of their parameters; 0: with none."""
+        return {id(p): lib.of_shim_used(self.plan, i) for i, p in enumerate(self.params)}
 
     def find_places(self, before: Slots, tried: Iterable[Tensor]) -> None:
         """The places where updates were tried. tried: parameters that fuse() or add_param_group()
@@ -58,15 +58,15 @@ class Slots:
         places = _gpu.places_of(self.params, before._places, set(map(id, tried)))
         self._places = dict(zip(map(id, self.params), places, strict=True))
 
-    def tell(self, alone: Container[int], updated: Container[int], tried_on_cpu: int) -> None:
-        """Tells the library. alone, updated: ids of parameters whose updates are never left
-        pending, and that backward fusion has updated."""
+    def tell(self, alone: Container[int], used: dict[int, int], tried_on_cpu: int) -> None:
+        """Tells the library. alone: ids of parameters whose updates are never left pending. used:
+        see used()."""
         torch.ops.optfuse.set_slots(
             self.plan,
             self.locals,
             self.group_of,
             [int(id(p) in alone) for p in self.params],
-            [int(id(p) in updated) for p in self.params],
+            [used.get(id(p), 0) for p in self.params],
             [self._places[id(p)] for p in self.params],
             tried_on_cpu,
             self.labels,

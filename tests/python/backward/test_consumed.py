@@ -344,20 +344,14 @@ def test_a_consumed_gradient_that_was_told_to_require_one_is_not_used_again():
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_the_storage_of_a_consumed_gradient_has_an_error_of_ours():
-    """PyTorch's is_shared() would end the process."""
+def test_the_storage_of_a_consumed_gradient_is_given_to_nobody():
+    """PyTorch's is_shared() would end the process; see test_used_ways.py."""
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
     grad = model[0].weight.grad
-    storage = grad.untyped_storage()
-    for ask in (
-        grad.is_shared,
-        storage.is_shared,
-        storage.data_ptr,
-        storage.clone,
-        storage.share_memory_,
-    ):
-        refused(ask, "already applied and freed")
+    for ask in (grad.untyped_storage, grad.storage, grad.data.untyped_storage, grad.is_shared):
+        refused(ask, "raw memory", "already applied it and freed it")
     grad.zero_()
+    storage = grad.untyped_storage()
     assert storage.nbytes() == grad.numel() * 4 and not storage.is_shared()
     storage.resize_(0)

@@ -171,10 +171,15 @@ def test_a_function_that_was_imported_before_gains_too(alone):
     assert_same_gradients(model, twin)
 
 
-def test_values(alone):
+@pytest.mark.parametrize("foreach", (None, False))
+@pytest.mark.parametrize("limit", (1e-3, 0.0, -0.0))
+def test_values(limit, foreach, alone):
+    """Zeros of both signs are clipped to zero, too."""
     model, _optimizer, twin = clipped_net()
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    stock_clip_grad_value_(twin.parameters(), 1e-3)
+    for p in (*model.parameters(), *twin.parameters()):
+        p.grad.view(-1)[::3], p.grad.view(-1)[1::3] = 0.0, -0.0
+    nn.utils.clip_grad_value_(model.parameters(), limit, foreach=foreach)
+    stock_clip_grad_value_(twin.parameters(), limit, foreach=foreach)
     assert_same_gradients(model, twin)
 
 

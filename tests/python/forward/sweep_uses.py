@@ -104,8 +104,6 @@ LONG = torch.tensor([0, 1, 2, 3])
 #: Calls that are not compared, on what, and why.
 EXCEPTED = {
     "torch.fbgemm_pack_gemm_matrix_fp16": ("all", "it gives an address, in the bytes of a tensor"),
-    "Tensor.storage": ("consumed", "a consumed gradient has an empty one: design.md, Limits"),
-    "Tensor.untyped_storage": ("consumed", "the same"),
     # Its pivots begin in memory that nobody has written.
     "linalg.lstsq": ("all", "PyTorch's default driver, gelsy, has several results for one input"),
 }

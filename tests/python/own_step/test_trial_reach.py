@@ -213,6 +213,27 @@ def test_what_the_search_does_not_find_is_out_of_reach(act):
     train(model, optimizer, 2)
 
 
+RAN = "Its step() was tried on small copies: whatever it counts outside of the optimizer"
+
+
+def test_a_refusal_after_a_trial_says_that_step_has_run():
+    """A trial can't set back a counter that it does not find; at the next one, too."""
+    counts = []
+
+    def count(real):
+        counts.append(None)
+        overwrite(real)
+
+    model, optimizer = trained(lambda params: Reaching(params, count))
+    REAL.extend(model.parameters())
+    before = len(counts)
+    for _ in range(2):
+        message = refused(lambda: optfuse.fuse(optimizer), way_out=RAN)
+        assert message.count(RAN) == 1 and len(counts) > before
+    untried = torch.optim.LBFGS(net().parameters())
+    assert RAN not in refused(lambda: optfuse.fuse(untried), way_out="as it is")
+
+
 def test_gradients_and_state_are_out_of_reach():
     model, optimizer = trained(lambda params: Reaching(params, overwrite))
     before = look(model, optimizer)
