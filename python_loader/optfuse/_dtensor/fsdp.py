@@ -66,6 +66,13 @@ def has_alias(unit: Any, known: list[Tensor]) -> bool:
     return bool(known) and unit._sharded_param_data is known[0]
 
 
+def await_gradient(unit: Any) -> None:
+    """Up to torch 2.12 FSDP2 copies a gradient that has hooks, too, into pinned memory of the CPU
+    without waiting, and waits when backward() ends."""
+    if unit.grad_offload_event is not None:
+        unit.grad_offload_event.synchronize()
+
+
 def _reduces_alone(group: Any) -> bool:
     """Whether nobody but FSDP2 gets to see the output of a reduction: no collective of the
     user's allocates it, and no hook of the user's is called with it."""

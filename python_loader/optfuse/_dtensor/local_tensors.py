@@ -255,6 +255,9 @@ class Sharded:
         if torch._C._current_graph_task_id() == -1:
             return  # FSDP2 was told to reduce after backward()
         slots, grads = self._completed(noted)
+        for slot in slots:
+            if unit := self._units.get(id(self._params[slot])):
+                fsdp.await_gradient(unit)
         updated = None
         try:
             updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings(), only_kept)
