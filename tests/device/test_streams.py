@@ -292,6 +292,43 @@ def test_a_loss_scale_is_that_of_its_step():
     legal(script)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 0])
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("flag", [0.5, 1.0, 2.0, 1e-9, float("inf")])
+def test_counters_are_those_of_any_flag(flag, make, bucket_bytes):
+    """PyTorch counts the step, updates unless the flag is 1, and subtracts the flag."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()), bucket_bytes=bucket_bytes)
+        optimizer.found_inf = torch.tensor(0.0, device=NAME)
+        for i in range(4):
+            train(model, optimizer, i)
+            optimizer.found_inf.fill_(flag if i == 1 else 0.0)
+        yield "weights", list(model.parameters())
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script)
+
+
+def test_a_grad_scaler_adds_the_flags_of_two_devices():
+    def script(wrap):
+        models = net(f"{NAME}:0"), net(f"{NAME}:1")
+        optimizer = wrap(adamw([p for model in models for p in model.parameters()]))
+        scaler = torch.amp.GradScaler(NAME, init_scale=2.0**10, growth_interval=2)
+        for i in range(4):
+            optimizer.zero_grad()
+            for model in models:
+                loss = loss_of(model, i) * (torch.inf if i == 1 else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        yield "weights", [list(model.parameters()) for model in models]
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script)
+
+
 # Devices
 
 
