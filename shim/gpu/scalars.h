@@ -41,7 +41,7 @@ class DeviceScalars {
         at::Tensor copy;
     };
     const float *copy_of(const at::Tensor &scalar, const of_stream &stream, at::Tensor *keep);
-    // What set() has found, for who needs no tensor.
+    // Whether set() has found some, for who needs no tensor.
     std::atomic<bool> any{false}, scales{false}, divides{false};
     std::mutex lock; // guards the rest: two devices' hooks may come at once, and tell it anew
     std::vector<at::Tensor> lr;

@@ -393,6 +393,27 @@ def test_a_model_on_two_devices(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_rate_on_one_of_two_devices(mode):
+    """In one group stock may read it in the memory of the other device; in two it does not."""
+
+    def script(wrap):
+        models = net(f"{NAME}:0"), net(f"{NAME}:1")
+        rate = torch.tensor(1e-2, device=NAME)
+        groups = [{"params": list(model.parameters())} for model in models]
+        if wrap.fused:
+            groups = [{"params": [p for group in groups for p in group["params"]]}]
+        optimizer = wrap(adamw(groups, lr=rate))
+        for i in range(4):
+            optimizer.zero_grad()
+            for model in models:
+                loss_of(model, i).backward()
+            optimizer.step()
+        yield "weights", [list(model.parameters()) for model in models]
+
+    legal(script, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_current_device_may_be_another_one(mode):
     def script(wrap):
         model = net(f"{NAME}:1")
