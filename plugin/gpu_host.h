@@ -39,10 +39,10 @@ typedef struct of_gpu_host {
     of_stream (*current)(void *ctx, int device);
     /* Makes another one current. */
     void (*exchange)(void *ctx, const of_stream *stream);
-    /* Adds 1 to n step counters on the stream, unless *found_inf_at is 1. Before the
-     * updates that read them. */
+    /* Adds 1 to n step counters on the stream, before the updates that read them; or, if less_at
+     * is not NULL, subtracts *less_at. */
     bool (*count)(void *ctx, const of_stream *stream, float *const *steps, size_t n,
-                  const float *found_inf_at);
+                  const float *less_at);
     /* Puts the update of n tensors on the stream. Refuses if the stream is capturing
      * another graph than `stream` says, as count() does. The update's `device` and `stream`
      * are the host's to fill in; the entries' arrays are those of collect(). */

@@ -43,8 +43,7 @@ static of_cuda_entry entry_of(const of_inputs *in) {
 
 static bool is_counted_with(const of_update *first, const of_update *u) {
     return u->in.step_at && !u->counted && of_stream_equal(&u->in.stream, &first->in.stream) &&
-           of_stream_equal(&u->in.ready, &first->in.ready) &&
-           u->in.found_inf_at == first->in.found_inf_at;
+           of_stream_equal(&u->in.ready, &first->in.ready);
 }
 
 static size_t take_steps(const of_update *first, const of_list *list, float **steps, size_t n) {
@@ -67,8 +66,20 @@ static bool count_steps(of_plan *plan, const of_list *call, const of_list *later
         return true;
     n = take_steps(first, later, steps, n);
     n = take_steps(first, &plan->pending[OF_UPDATES], steps, n);
-    return plan->host.gpu->count(plan->host.ctx, &first->in.stream, steps, n,
-                                    first->in.found_inf_at);
+    return plan->host.gpu->count(plan->host.ctx, &first->in.stream, steps, n, NULL);
+}
+
+/* As stock does: a flag of 1 takes the step back, and a sum of flags of several devices, which
+ * skips no update, more than that. */
+static bool subtract_flag(of_plan *plan, const of_list *call) {
+    float *steps[CALL_ENTRIES];
+    const of_update *first = call->first;
+    size_t n = 0;
+    for (const of_update *u = first; u && first->in.found_inf_at; u = u->next)
+        if (u->in.step_at)
+            steps[n++] = u->in.step_at;
+    return n == 0 || plan->host.gpu->count(plan->host.ctx, &first->in.stream, steps, n,
+                                           first->in.found_inf_at);
 }
 
 static size_t entries_of(const of_list *call, of_cuda_entry *entries) {
@@ -113,7 +124,8 @@ static bool run(of_plan *plan, const of_list *call, const of_list *later) {
         return false;
     if (plan->rule->external && first->kind->is_update)
         return of_apply(plan, call);
-    return count_steps(plan, call, later) && run_kernels(plan, call, entries, n);
+    return count_steps(plan, call, later) && run_kernels(plan, call, entries, n) &&
+           subtract_flag(plan, call);
 }
 
 /* Those that were pending stay in the registry, in flight. */

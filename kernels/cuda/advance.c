@@ -5,7 +5,7 @@
 #include "images.h"
 #include "launch.h"
 
-of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float *found_inf_at,
+of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float *less_at,
                                int device, void *stream) {
     of_cuda_status status;
     CUkernel kernel = NULL;
@@ -19,7 +19,7 @@ of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps, const float 
     for (size_t at = 0; at < n_steps && status == OF_CUDA_OK; at += OF_CUDA_STEPS) {
         const size_t left = n_steps - at;
         of_cuda_steps table;
-        table.found_inf_at = found_inf_at;
+        table.less_at = less_at;
         table.n = left < OF_CUDA_STEPS ? left : OF_CUDA_STEPS;
         memcpy(table.step, steps + at, table.n * sizeof *steps);
         status = of_cuda_launch_single(driver, kernel, &table, table.n, stream);

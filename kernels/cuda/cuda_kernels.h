@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 11 };
+enum { OF_CUDA_ABI_VERSION = 12 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -95,10 +95,10 @@ OF_CUDA_API of_cuda_status of_cuda_check_loaded(const of_cuda_update *update);
 OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
                                           const of_cuda_entry *entries, size_t n_entries);
 
-/* Adds 1 to n_steps step counts on the device, unless *found_inf_at is 1. Before the
- * updates that read them. */
+/* Adds 1 to n_steps step counts on the device, before the updates that read them. With less_at
+ * subtracts *less_at: of_cuda_update.found_inf_at, behind the updates, whatever is there. */
 OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
-                                           const float *found_inf_at, int device, void *stream);
+                                           const float *less_at, int device, void *stream);
 
 /* The functions of packing.h. */
 typedef enum of_cuda_packing_task {

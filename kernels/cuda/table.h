@@ -75,7 +75,7 @@ typedef struct of_cuda_large_table {
 /* The table of of_cuda_advance. */
 enum { OF_CUDA_STEPS = 500 };
 typedef struct of_cuda_steps {
-    const float *found_inf_at;
+    const float *less_at;
     uint64_t n;
     float *step[OF_CUDA_STEPS];
 } of_cuda_steps;

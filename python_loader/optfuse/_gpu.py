@@ -27,6 +27,11 @@ def is_gpu(device: torch.device) -> bool:
     return bool(_STAND_IN) and device.type == torch._C._get_privateuse1_backend_name()
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """None: the device has none that order updates, as the CPU."""
+    return torch.accelerator.current_stream(device) if is_gpu(device) else None
+
+
 #: Values of Slot::tried beside places: the update needs no trial; it has not passed one yet.
 ANYWHERE, NOWHERE = -1, -2
 _DTYPES = {getattr(torch, name): i for i, name in enumerate(DTYPES)}

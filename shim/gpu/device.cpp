@@ -80,13 +80,13 @@ bool succeeded(const CudaLibrary *library, of_cuda_status status) {
 }
 
 bool count(void *, const of_stream *stream, float *const *steps, size_t n,
-           const float *found_inf_at) {
+           const float *less_at) {
     return attempt("counting steps", "", false, [&] {
         const CudaLibrary *library = cuda_library();
         if (library == nullptr || !same_capture(*stream))
             return false;
         const c10::DeviceGuard device(device_at(stream->device));
-        return succeeded(library, library->advance(steps, n, found_inf_at, stream->device,
+        return succeeded(library, library->advance(steps, n, less_at, stream->device,
                                                    stream_of(*stream).native_handle()));
     });
 }

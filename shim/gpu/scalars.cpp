@@ -4,6 +4,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "gpu/device.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
@@ -12,13 +14,15 @@
 namespace optfuse {
 
 void DeviceScalars::set(std::vector<at::Tensor> rates, at::Tensor scale, at::Tensor inf) {
-    lr = std::move(rates);
-    grad_scale = std::move(scale);
-    found_inf = std::move(inf);
-    copies.clear();
-    any = grad_scale.defined() || found_inf.defined();
-    for (const at::Tensor &rate : lr)
-        any = any || rate.defined();
+    std::vector<Copy> dropped; // after the lock, as what the arguments get
+    const std::lock_guard<std::mutex> guard(lock);
+    lr.swap(rates);
+    std::swap(grad_scale, scale);
+    std::swap(found_inf, inf);
+    copies.swap(dropped);
+    divides = grad_scale.defined();
+    scales = divides || found_inf.defined();
+    any = scales || std::any_of(lr.begin(), lr.end(), [](const auto &r) { return r.defined(); });
 }
 
 // On the current stream, which is the one where the inputs are ready: nothing else
@@ -56,6 +60,11 @@ void DeviceScalars::set_factor(at::Tensor by) {
     const std::lock_guard<std::mutex> guard(lock);
     std::swap(factor, by);
     factors.swap(dropped);
+}
+
+bool DeviceScalars::has_factor(at::ScalarType dtype) {
+    const std::lock_guard<std::mutex> guard(lock);
+    return factor.defined() && factor.scalar_type() == dtype;
 }
 
 void DeviceScalars::give_factor(of_inputs *in, References *refs) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -21,18 +22,16 @@ class DeviceScalars {
   public:
     // lr: one for each group, undefined where it is a number.
     void set(std::vector<at::Tensor> lr, at::Tensor grad_scale, at::Tensor found_inf);
-    bool scale_gradients() const { return grad_scale.defined() || found_inf.defined(); }
+    bool scale_gradients() const { return scales; }
     // Whether updates write the gradients that they have divided.
-    bool divide_gradients() const { return grad_scale.defined(); }
+    bool divide_gradients() const { return divides; }
     // Fills in the addresses and the references that keep them valid.
     void give(size_t group, of_inputs *in, References *refs);
     // A 0-dim tensor that nobody writes to any more, or an undefined one.
     void set_factor(at::Tensor by);
     // Whether it is of this dtype. PyTorch's operators differ in how they round one
     // of another dtype, and are left to do so.
-    bool has_factor(at::ScalarType dtype) const {
-        return factor.defined() && factor.scalar_type() == dtype;
-    }
+    bool has_factor(at::ScalarType dtype);
     void give_factor(of_inputs *in, References *refs);
 
   private:
@@ -42,10 +41,11 @@ class DeviceScalars {
         at::Tensor copy;
     };
     const float *copy_of(const at::Tensor &scalar, const of_stream &stream, at::Tensor *keep);
-    bool any = false;
+    // Whether set() has found some, for who needs no tensor.
+    std::atomic<bool> any{false}, scales{false}, divides{false};
+    std::mutex lock; // guards the rest: two devices' hooks may come at once, and tell it anew
     std::vector<at::Tensor> lr;
     at::Tensor grad_scale, found_inf, factor;
-    std::mutex lock; // guards copies, factor and factors: two devices' hooks may come at once
     std::vector<Copy> copies;
     // The factor in the type of the computation, on the devices that have asked for it.
     std::vector<std::pair<of_stream, at::Tensor>> factors;

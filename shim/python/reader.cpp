@@ -295,7 +295,7 @@ void PythonReader::drop_gradients() {
 bool PythonReader::begin(Look *look, bool in_backward) {
     if (c10::impl::TorchDispatchModeTLS::any_modes_set())
         is_so("look_at_modes", "i", in_backward);
-    if (!has(OF_SHIM_ASKS) && (in_backward || !scale))
+    if (!has(OF_SHIM_ASKS) && !scale)
         return true;
     const Gil gil(*this, true);
     const bool goes_on = is_so("begin", "ii", in_backward, look->state);

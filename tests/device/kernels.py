@@ -72,13 +72,13 @@ def launch(rule, hyper, tensors, stream, *, lr=None, grad_scale=None, found_inf=
         raise RuntimeError(_lib.of_cuda_error().decode())
 
 
-def advance(steps, stream, found_inf=None):
-    """Counts step counters on the device."""
+def advance(steps, stream, less=None):
+    """Counts step counters on the device, or takes `less` from them."""
     addresses = (ctypes.c_void_p * len(steps))(*map(_address, steps))
     status = _lib.of_cuda_advance(
         addresses,
         ctypes.c_size_t(len(steps)),
-        ctypes.c_void_p(_address(found_inf)),
+        ctypes.c_void_p(_address(less)),
         steps[0].device.index,
         ctypes.c_void_p(stream.native_handle),
     )

@@ -2,12 +2,14 @@
 """Streams: whatever order a program keeps with the stock optimizer, ours keeps
 too, although an update runs later than step(), or earlier."""
 
+import functools
 import gc
+import threading
 
 import fakecuda
 import pytest
 import torch
-from common import adamw, sgd
+from common import adamw, assert_same, sgd, snapshot
 from fakecuda import NAME
 from legal import backward, kept, legal, loss_of, net, races_without, train
 
@@ -292,6 +294,84 @@ def test_a_loss_scale_is_that_of_its_step():
     legal(script)
 
 
+@pytest.mark.parametrize(("mode", "bucket_bytes"), [("forward", 1), *((m, 0) for m in MODES)])
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("flag", [0.5, 1.0, 2.0, 1e-9, float("inf")])
+def test_counters_are_those_of_any_flag(flag, make, mode, bucket_bytes):
+    """PyTorch counts the step, updates unless the flag is 1, and subtracts the flag."""
+
+    def script(wrap):
+        model = net()
+        optimizer = wrap(make(model.parameters()), bucket_bytes=bucket_bytes)
+        optimizer.found_inf = torch.tensor(0.0, device=NAME)
+        for i in range(4):
+            train(model, optimizer, i)
+            optimizer.found_inf.fill_(flag if i == 1 else 0.0)
+        yield "weights", list(model.parameters())
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script, mode)
+
+
+def test_another_thread_tells_scalars_while_they_are_read():
+    """As the hooks of two devices, each of which may begin a backward pass."""
+    ended = threading.Event()
+
+    def tell(plan, rate):
+        while not ended.is_set():
+            torch.ops.optfuse.set_device_scalars(plan, [rate], None, None)
+
+    def script(wrap):
+        rate = torch.tensor(1e-2, device=NAME)
+        model, optimizer = prepared(wrap, functools.partial(adamw, lr=rate))
+        others = [
+            threading.Thread(target=tell, args=(optimizer._optfuse_link.plan, rate))
+            for _ in range(2 if wrap.fused else 0)
+        ]
+        for other in others:
+            other.start()
+        for i in range(600):
+            train(model, optimizer, i)
+        ended.set()
+        for other in others:
+            other.join()
+        yield "weights", list(model.parameters())
+
+    legal(script)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_flag_without_fused_is_refused(kind, mode):
+    """PyTorch raises an AssertionError."""
+    model = net()
+    optimizer = optfuse.fuse(kind(model.parameters(), lr=1e-2), mode=mode)
+    train(model, optimizer, 0)
+    before = snapshot(list(model.state_dict().values()))
+    optimizer.found_inf = torch.tensor(0.0, device=NAME)
+    with pytest.raises(optfuse.Error, match="on a GPU with fused=True only"):
+        train(model, optimizer, 1)
+    assert_same("weights", list(model.state_dict().values()), before)
+
+
+def test_a_grad_scaler_adds_the_flags_of_two_devices():
+    def script(wrap):
+        models = net(f"{NAME}:0"), net(f"{NAME}:1")
+        optimizer = wrap(adamw([p for model in models for p in model.parameters()]))
+        scaler = torch.amp.GradScaler(NAME, init_scale=2.0**10, growth_interval=2)
+        for i in range(4):
+            optimizer.zero_grad()
+            for model in models:
+                loss = loss_of(model, i) * (torch.inf if i == 1 else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        yield "weights", [list(model.parameters()) for model in models]
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script)
+
+
 # Devices
 
 
@@ -308,6 +388,27 @@ def test_a_model_on_two_devices(mode):
         torch.accelerator.set_device_index(1)
         yield "second", list(second.parameters())
         torch.accelerator.set_device_index(0)
+
+    legal(script, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rate_on_one_of_two_devices(mode):
+    """In one group stock may read it in the memory of the other device; in two it does not."""
+
+    def script(wrap):
+        models = net(f"{NAME}:0"), net(f"{NAME}:1")
+        rate = torch.tensor(1e-2, device=NAME)
+        groups = [{"params": list(model.parameters())} for model in models]
+        if wrap.fused:
+            groups = [{"params": [p for group in groups for p in group["params"]]}]
+        optimizer = wrap(adamw(groups, lr=rate))
+        for i in range(4):
+            optimizer.zero_grad()
+            for model in models:
+                loss_of(model, i).backward()
+            optimizer.step()
+        yield "weights", [list(model.parameters()) for model in models]
 
     legal(script, mode)
 

@@ -4,12 +4,14 @@ a group of parameters have been reduced."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from optfuse._backward.loss_scale import is_part_of_a_node
@@ -64,6 +66,29 @@ def aliases_of(unit: Any, local: Tensor) -> list[Tensor]:
 
 def has_alias(unit: Any, known: list[Tensor]) -> bool:
     return bool(known) and unit._sharded_param_data is known[0]
+
+
+def await_gradient(unit: Any) -> None:
+    """Up to torch 2.12 FSDP2 copies a gradient that has hooks, too, into pinned memory of the CPU
+    without waiting, and waits when backward() ends."""
+    if unit.grad_offload_event is not None:
+        unit.grad_offload_event.synchronize()
+
+
+@contextlib.contextmanager
+def on(stream: torch.Stream | None) -> Iterator[None]:
+    """Makes the stream current on which FSDP2 reduces gradients, for their updates. The one before
+    waits for them when backward() ends, as it does for the reductions."""
+    if stream is None:
+        yield
+        return
+    with stream:
+        yield
+    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_join, stream))
+
+
+def _join(stream: torch.Stream) -> None:
+    torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
 def _reduces_alone(group: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from optfuse._dtensor import fsdp
+from optfuse._gpu import current_stream
 from optfuse._library.bindings import Error, guard, lib
 
 _PLAIN = (Tensor, Parameter)
@@ -150,6 +151,7 @@ class Sharded:
         self._consumed: dict[int, Any] = {}  # by slots: what .grad becomes
         self._handles: list[Any] = []
         self.fresh: list[int] = []  # slots whose gradient is complete
+        self.reduced_on: torch.Stream | None = None  # where, on a GPU
         for slot in self._params:
             self._tell_aliases(slot)
             self.tell_state(slot, [])
@@ -260,9 +262,13 @@ class Sharded:
         if torch._C._current_graph_task_id() == -1:
             return  # FSDP2 was told to reduce after backward()
         slots, grads = self._completed(noted)
+        for slot in slots:
+            if unit := self._units.get(id(self._params[slot])):
+                fsdp.await_gradient(unit)
         updated = None
         try:
-            updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings(), only_kept)
+            with fsdp.on(self.reduced_on):
+                updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings(), only_kept)
         finally:
             if updated is None:
                 updated = [slot for slot in slots if lib.of_shim_is_updated(self.plan, slot)]
@@ -310,10 +316,11 @@ Hook = Callable[[Tensor], None]
 
 
 def _note(sharded: weakref.ref[Sharded], slot: int) -> Hook:
-    def note(_: Tensor) -> None:
+    def note(param: Tensor) -> None:
         known = sharded()
         if known is not None:
             known.fresh.append(slot)
+            known.reduced_on = current_stream(param.device)
 
     return note
 

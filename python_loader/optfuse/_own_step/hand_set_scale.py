@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A loss scale or an overflow flag that a script has set by hand: optimizer.grad_scale and
-found_inf. On a GPU our kernels obey them, as GradScaler sets them there; on the CPU the class's own
-step() does."""
+found_inf. On a GPU our kernels obey them, as GradScaler sets them there for fused=True; on the CPU
+the class's own step() does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,36 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._dtensor.local_tensors import has_holes
+from optfuse._gpu import is_gpu
 from optfuse._library.bindings import Error, guard
 from optfuse._own_step.twin import step_of
 from optfuse._rules import Rule
+
+
+def _is_set(optimizer: Optimizer) -> bool:
+    return any(optimizer.__dict__.get(name) is not None for name in ("grad_scale", "found_inf"))
+
+
+def refuse_without_fused(optimizer: Optimizer, rule: Rule) -> None:
+    """Then the counters of parameters on a GPU are on the CPU, where no flag on the GPU reaches
+    them."""
+    if not rule.scales or not _is_set(optimizer):
+        return
+    others = (group for group in optimizer.param_groups if not group.get("fused"))
+    if any(is_gpu(param.device) for group in others for param in group["params"]):
+        raise Error(
+            f"optfuse: {type(optimizer).__name__} takes grad_scale and found_inf on a GPU with "
+            "fused=True only, and its own step() raises an AssertionError; make it with "
+            "fused=True, or unscale the gradients first and delete the attributes. Nothing was "
+            "updated"
+        )
 
 
 def has_scale(optimizer: Optimizer, rule: Rule) -> bool:
     """Whether one is set that a parameter on the CPU has to obey."""
     if not rule.scales and not rule.asserts_no_scale:
         return False
-    scale, inf = map(optimizer.__dict__.get, ("grad_scale", "found_inf"))
-    if scale is None and inf is None:
+    if not _is_set(optimizer):
         return False
     if rule.asserts_no_scale:
         name = type(optimizer).__name__

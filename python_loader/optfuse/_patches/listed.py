@@ -296,6 +296,12 @@ DISTRIBUTED = Lists(
             f"{_FSDP}._fsdp_collectives.foreach_reduce",
             ("_post_accumulate_grad_hooks",),
         ),
+        (
+            "nothing, but waits for a gradient's copy on the CPU,",
+            "an update would use numbers that are not there yet",
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup.finalize_backward",
+            ("fsdp_params", "grad_offload_event", "synchronize"),
+        ),
         *(
             (
                 "nothing, but asks who else gets a reduced gradient,",

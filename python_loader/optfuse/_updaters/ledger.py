@@ -306,6 +306,7 @@ class Ledger:
         return updates
 
     def _begin(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
+        hand_set_scale.refuse_without_fused(optimizer, self.rule)
         if not in_backward and hand_set_scale.has_scale(optimizer, self.rule):
             if not self.updater.is_unconfirmed():
                 self._step_scaled(optimizer)

@@ -328,7 +328,7 @@ static void check_scaling(uint64_t random) {
 
 static void check_steps(void) {
     enum { N = 2 * OF_CUDA_STEPS + 7 };
-    static float steps[N], inf = 1.0f;
+    static float steps[N], flags = 2.0f;
     static float *at[N];
     for (int i = 0; i < N; i++)
         at[i] = &steps[i];
@@ -337,10 +337,10 @@ static void check_steps(void) {
     for (int i = 0; i < N; i++)
         right &= steps[i] == 1.0f;
     check(right, "every step is counted once");
-    right = of_cuda_advance(at, N, &inf, 0, NULL) == OF_CUDA_OK;
+    right = of_cuda_advance(at, N, &flags, 0, NULL) == OF_CUDA_OK;
     for (int i = 0; i < N; i++)
-        right &= steps[i] == 1.0f;
-    check(right, "no step is counted when an infinity was found");
+        right &= steps[i] == -1.0f;
+    check(right, "the flags of two devices are subtracted from every step");
 }
 
 static void check_capture(void) {

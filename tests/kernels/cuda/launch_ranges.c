@@ -81,7 +81,7 @@ static void read_update(launch_ranges *r, const char *kernel, const void *table)
 }
 
 static void read_steps(launch_ranges *r, const of_cuda_steps *steps) {
-    add(r, (uintptr_t)steps->found_inf_at, sizeof(float), false);
+    add(r, (uintptr_t)steps->less_at, sizeof(float), false);
     for (uint64_t i = 0; i < steps->n; i++)
         add(r, (uintptr_t)steps->step[i], sizeof(float), true);
 }

@@ -2,6 +2,9 @@
 """Scripts that train models sharded by FSDP2 (fully_shard), for common.same() on every rank."""
 
 import functools
+import math
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from traced_classes import (
     AdaBelief,
@@ -258,6 +262,40 @@ def unused(mode):
         yield from everything(model, optimizer)
 
     same(script, mode)
+
+
+class Late:
+    """The event behind a gradient's copy to the CPU, which is NaN until somebody waits. Keeps no
+    tensor, as an event does not."""
+
+    def __init__(self, gradient):
+        self.gradient, self.numbers = weakref.ref(gradient), gradient.tolist()
+        gradient.fill_(math.nan)
+
+    def synchronize(self):
+        if (gradient := self.gradient()) is not None:
+            gradient.copy_(torch.tensor(self.numbers).reshape(gradient.shape))
+
+
+@scenario("forward", "backward")
+def copied_late(mode):
+    """As torch 2.11 and 2.12 copy from a GPU into pinned memory."""
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def reduce_and_copy(units, *others):
+        done = reduce(units, *others)
+        for unit in units:
+            unit.grad_offload_event = Late(unit.sharded_param.grad._local_tensor)
+        return done
+
+    def script(wrap):
+        model = shard(Net(), **OPTIONS["offloaded"]["options"])
+        optimizer = wrap(adamw(model.parameters()))
+        yield from training(model, optimizer)
+        assert mode == "forward" or not wrap.fused or optfuse.summary(optimizer).at_close
+
+    with mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce_and_copy):
+        same(script, mode)
 
 
 class Gather:
