@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -129,6 +130,10 @@ struct Plan {
     const of_rule *rule = nullptr;
     NativeUpdate *native = nullptr; // rules without kernels: or Python updates
     std::vector<Slot *> slots;     // owned by the core, in its order
+    // Slots, and the tensors that they know, change with one of these: with `alone` in step(),
+    // zero_grad() and rebuild(), one of them at a time, which take it before all others; with
+    // `telling` in what is told inside backward, which takes it before the GIL.
+    std::recursive_mutex alone, telling;
     std::atomic<bool> closed{false};
     std::atomic<size_t> backwards{0};   // that did not only add
     // Counts step(), and the end of the plan: none of its consumed gradients waits after that.
@@ -148,7 +153,7 @@ struct Plan {
     // it that another optimizer may advance first, or since the class takes this step by itself.
     std::atomic<bool> is_left{false};
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
-    // By storage, if this step() has asked for it (overlap.h). Ledger::stepping.
+    // By storage, if this step() has asked for it (overlap.h). With `alone`.
     std::vector<Written> written;
     bool reduces = false; // some slots are: a pass waits for them at its end
     bool beside = false; // backward mode, on GPUs: updates go on a side stream

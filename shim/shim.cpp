@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,6 +51,30 @@ bool clean(c10::TensorImpl *impl) {
     if (!optfuse::any_recomputes())
         optfuse::unmark(impl);
     return true;
+}
+
+// Whether none of the plan's tensors has the mark afterwards; gradients lose theirs at their first
+// use: another thread may change .grad, which no program expects to be read here. With Plan::alone
+// and telling.
+bool clean_all(const optfuse::Plan &plan) {
+    bool all = true;
+    for (const optfuse::Slot *slot : plan.slots) {
+        all &= clean(slot->param);
+        for (c10::TensorImpl *wrapper : slot->wrappers)
+            all &= clean(wrapper);
+        for (const at::Tensor &alias : slot->aliases)
+            all &= clean(alias.unsafeGetTensorImpl());
+        for (const at::Tensor &state : slot->state)
+            if (state.defined())
+                all &= clean(state.unsafeGetTensorImpl());
+        for (const at::Tensor &state : slot->own)
+            all &= clean(state.unsafeGetTensorImpl());
+        if (slot->step.defined())
+            all &= clean(slot->step.unsafeGetTensorImpl());
+        if (const auto average = slot->marked_average.lock(); average.defined())
+            all &= clean(average.get());
+    }
+    return all;
 }
 
 // A handler of a signal may call in the middle of an update, whose lock this thread has.
@@ -290,26 +315,12 @@ int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {
     const of_status status = drain ? of_plan_drain(plan->core) : of_plan_flush(plan->core);
     if (status != OF_OK || !optfuse::may_take_marks_off(plan))
         return status;
-    bool all = true;
-    for (optfuse::Slot *slot : plan->slots) {
-        all &= clean(slot->param);
-        for (c10::TensorImpl *wrapper : slot->wrappers)
-            all &= clean(wrapper);
-        for (const at::Tensor &alias : slot->aliases)
-            all &= clean(alias.unsafeGetTensorImpl());
-        if (slot->param->grad().defined())
-            all &= clean(slot->param->grad().unsafeGetTensorImpl());
-        for (const at::Tensor &state : slot->state)
-            if (state.defined())
-                all &= clean(state.unsafeGetTensorImpl());
-        for (const at::Tensor &state : slot->own)
-            all &= clean(state.unsafeGetTensorImpl());
-        if (slot->step.defined())
-            all &= clean(slot->step.unsafeGetTensorImpl());
-        if (const auto average = slot->marked_average.lock(); average.defined())
-            all &= clean(average.get());
-    }
-    *cleaned = all;
+    // Where another thread is in step() or tells the plan something, marks go at their first use.
+    const std::unique_lock<std::recursive_mutex> alone(plan->alone, std::try_to_lock);
+    const std::unique_lock<std::recursive_mutex> telling(plan->telling, std::try_to_lock);
+    of_counts now = {};
+    of_plan_counts(plan->core, &now);
+    *cleaned = alone && telling && clean_all(*plan) && now.in_flight == 0;
     return OF_OK;
 }
 
@@ -371,6 +382,7 @@ void of_shim_keep_promises(void) { optfuse::keep_all_promises(); }
 bool of_shim_keep_memory(void) { return of_heap_keep(); }
 
 bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) {
+    const std::lock_guard<std::recursive_mutex> alone(plan_of(handle)->alone);
     const auto &layers = plan_of(handle)->promising_layers;
     if (i >= layers.size())
         return false;

@@ -124,11 +124,10 @@ OF_API void of_shim_replay_free(of_shim_replay *replay);
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 
-/* of_plan_flush(), or of_plan_drain(). On the thread that called of_shim_step()
- * last, and outside of backward, it also takes the mark off every parameter,
- * gradient and state tensor that is not in flight, and sets *cleaned; elsewhere
- * that is left to their first use. Gradients on their way are waited for first, of every
- * optimizer. */
+/* of_plan_flush(), or of_plan_drain(). On the thread that called of_shim_step() last, outside of
+ * backward and while no other thread is in step(), it also takes the mark off every parameter and
+ * state tensor that is not in flight, and sets *cleaned; elsewhere that is left to their first use,
+ * as it is for gradients. Gradients on their way are waited for first, of every optimizer. */
 OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 /* Waits for the gradients that are still on their way to the parameters of one model (the `group`
  * of optfuse::expect), or of all (-1). OF_REFUSED if a reduction has failed. */

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from itertools import chain
@@ -53,6 +54,7 @@ class Link:
         self.mode = options.mode
         self.max_grad_norm = options.max_grad_norm
         self.saved: dict[str, Any] = {}  # attributes that unfuse() puts back
+        self.alone = threading.RLock()  # in one step() at a time, from clipping to delayed updates
         self.plan = _new_plan(rule, options)
         self.kept = weakref.ref(optimizer)  # the optimizer, if it still exists
         self._free = weakref.finalize(optimizer, updates.free_plan, self.plan)
@@ -139,8 +141,8 @@ class Link:
     # ---- launches
 
     def flush(self, drain: bool = False) -> None:
-        """Launches what is pending and takes the mark off every tensor, but for
-        those that a GPU may still be working on; drain: waits for it first."""
+        """Launches what is pending and takes the mark off every tensor but gradients, and those
+        that a GPU may still be working on; drain: waits for it first."""
         optimizer = self.kept()  # keeps the parameters alive meanwhile
         if optimizer is not None:
             self.ledger.marked &= not bindings.flush(self.plan, drain)

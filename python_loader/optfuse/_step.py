@@ -32,12 +32,13 @@ def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     link = link_of(self)
-    if link.max_grad_norm is not None:
-        clip(parameters_of(self), link.max_grad_norm)
-    if link.delayed is None:
-        link.step(self)
-    else:
-        link.delayed.step(self, link)
+    with link.alone:
+        if link.max_grad_norm is not None:
+            clip(parameters_of(self), link.max_grad_norm)
+        if link.delayed is None:
+            link.step(self)
+        else:
+            link.delayed.step(self, link)
     return loss
 
 

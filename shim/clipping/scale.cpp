@@ -44,8 +44,8 @@ namespace {
 // A record of what waits takes as long as to multiply so many numbers in the cache.
 std::atomic<int64_t> waits_from{16384};
 
-// Gradients whose memory others see are left to PyTorch's operator, which takes many at once;
-// so is every gradient while a CUDA graph is captured.
+// Gradients whose memory others see, or that copy on write, are left to PyTorch's operator, which
+// takes many at once; so is every gradient while a CUDA graph is captured.
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
     return is_gpu(g->device()) && !plan->rule->external && plan->mode == OF_FORWARD &&

@@ -257,7 +257,7 @@ bool FusedOptimizer::make_state(Plan *, size_t slot) {
 // So that who saves the optimizer between backward() and step() sees counters that go with the
 // state.
 void FusedOptimizer::end_backward(Plan *) {
-    const std::lock_guard<std::recursive_mutex> guard(ledger->telling);
+    const std::lock_guard<std::recursive_mutex> guard(shared->telling);
     write_counters();
 }
 

@@ -2,6 +2,7 @@
 #include "ledger/ledger.h"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "autograd/backward.h"
@@ -20,7 +21,7 @@ bool Ledger::has_updated() const {
 // ---- telling
 
 void Ledger::rebuild(OptimizerReader &now) {
-    const std::lock_guard<std::recursive_mutex> alone(stepping);
+    const std::lock_guard<std::recursive_mutex> alone(plan.alone);
     now.check_rebuild();
     const bool late = has_updated();
     if (late)
@@ -83,7 +84,7 @@ void Ledger::tell(OptimizerReader &now, const Look &look) {
 }
 
 void Ledger::make_state(OptimizerReader &now, size_t slot) {
-    const std::lock_guard<std::recursive_mutex> guard(telling);
+    const std::lock_guard<std::recursive_mutex> guard(plan.telling);
     if (now.make_state(slot))
         note_entry(slot);
 }
@@ -125,7 +126,7 @@ void Ledger::create_updates(OptimizerReader &now, Look look) {
 }
 
 void Ledger::step(OptimizerReader &now) {
-    const std::lock_guard<std::recursive_mutex> alone(stepping);
+    const std::lock_guard<std::recursive_mutex> alone(plan.alone);
     Look look = now.look();
     refuse_late_changes(now, look, true);
     sync_params(now, &look);
@@ -145,7 +146,7 @@ void Ledger::step(OptimizerReader &now) {
 }
 
 bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
-    const std::lock_guard<std::recursive_mutex> alone(stepping);
+    const std::lock_guard<std::recursive_mutex> alone(plan.alone);
     if (has_updated())
         fail("optfuse: " + find_caller().place +
              "zero_grad() before step(): backward fusion has already applied the gradients that "
@@ -166,7 +167,7 @@ bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
 }
 
 void Ledger::begin_pass(OptimizerReader &now) {
-    const std::lock_guard<std::recursive_mutex> guard(telling);
+    const std::lock_guard<std::recursive_mutex> guard(plan.telling);
     Look look = now.look();
     if (!look.params && OF_GUARD(groups))
         fail("optfuse: param_groups has other parameters than at the last step(), which a backward "

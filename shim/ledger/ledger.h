@@ -3,7 +3,6 @@
 // and state: whether that still holds, and whether it may change now.
 #pragma once
 
-#include <mutex>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -40,8 +39,6 @@ class Ledger {
     // The state has an entry for this slot that the plan's updates have put there.
     void note_entry(size_t slot) { inserted.push_back(slot); }
 
-    std::recursive_mutex telling; // what the plan is told inside backward; taken before the GIL
-
   private:
     void sync_params(OptimizerReader &now, Look *look);
     void tell(OptimizerReader &now, const Look &look);
@@ -57,8 +54,6 @@ class Ledger {
     void find_written(std::vector<std::string> *found) const;
 
     Plan &plan;
-    // One step, zero_grad() or rebuild() at a time; taken before all others.
-    std::recursive_mutex stepping;
     std::vector<std::vector<double>> numbers; // of each group
     std::vector<size_t> needs;                // room for step()
     bool has_begun = false;                   // since step(): a backward pass that may update

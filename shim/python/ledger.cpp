@@ -61,7 +61,7 @@ PythonOwner &owner_of(of_shim_plan *handle) {
 
 // Raises in Python what work(reader) throws.
 template <typename Work> int raising(of_shim_plan *handle, void *optimizer, const Work &work) {
-    const std::shared_ptr<void> alive = plan_of(handle)->python;
+    const std::shared_ptr<Plan> alive = plan_of(handle)->self;
     try {
         PythonReader now(owner_of(handle), static_cast<of_object *>(optimizer));
         const int status = work(now);

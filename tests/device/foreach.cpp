@@ -7,6 +7,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/impl/COW.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -71,7 +72,8 @@ void run(const char *name, List out, List self, List a, List b, const Numbers &n
                 const auto number = static_cast<Real>(numbers.of(i));
                 const scalar_t *x = read<scalar_t>(in[0]), *y = read<scalar_t>(in[1]),
                                *z = read<scalar_t>(in[2]);
-                auto *to = static_cast<scalar_t *>(out[i].mutable_data_ptr());
+                // As PyTorch's CUDA asks for it, which so writes to memory that copies on write.
+                auto *to = const_cast<scalar_t *>(read<scalar_t>(out[i]));
                 for (int64_t k = 0; k < out[i].numel(); k++)
                     to[k] = static_cast<scalar_t>(formula(Real(x[k]), y ? Real(y[k]) : Real(0),
                                                           z ? Real(z[k]) : Real(0), number));
@@ -126,6 +128,18 @@ const auto towards = [](auto x, auto y, auto, auto n) {
     return std::abs(n) < 0.5 ? std::fma(n, y - x, x) : std::fma(-(y - x), 1 - n, y);
 };
 
+// By a number on the device, as clipping does: what copies on write as PyTorch's CUDA does it, all
+// else one by one.
+void times_tensor(List self, const at::Tensor &number) {
+    for (const at::Tensor &tensor : self) {
+        const bool copies = c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
+        if (copies && tensor.dtype() == number.dtype())
+            in_place("aten::_foreach_mul_", {tensor}, {number.expand_as(tensor)}, {}, 1.0, times);
+        else
+            tensor.mul_(number);
+    }
+}
+
 } // namespace
 } // namespace fake
 
@@ -179,6 +193,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
         in_place("aten::_foreach_div_", x, {}, {}, 1 / n.toDouble(), times_number);
     });
     LIST("_foreach_mul", times)
+    m.impl("_foreach_mul_.Tensor", times_tensor);
     LIST("_foreach_div", by)
     LIST("_foreach_maximum", larger)
     LIST("_foreach_minimum", smaller)

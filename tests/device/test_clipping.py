@@ -48,6 +48,31 @@ def test_other_norms(norm_type):
     legal(clipped_steps(norm_type=norm_type))
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("how", ["kept", "given"])
+def test_memory_that_copies_on_write(how, foreach):
+    """PyTorch's multi-tensor function clips a lazy clone, too, and its loop doesn't."""
+
+    def script(wrap):
+        params = [torch.nn.Parameter(torch.ones(300, device=NAME)) for _ in range(3)]
+        optimizer = wrap(sgd(params))
+        for i in range(STEPS):
+            others = []
+            params[2].grad = torch.ones(300, device=NAME)  # is updated later
+            for p in params[:2]:
+                g = torch.linspace(-1, 1 + i, 300).to(NAME)
+                lazy = torch._lazy_clone(g)
+                p.grad, other = (g, lazy) if how == "kept" else (lazy, g)
+                others.append(other)
+            yield "norm", clip(optimizer, foreach=foreach)
+            yield "gradients", [p.grad.clone() for p in params[:2]]
+            optimizer.step()
+            yield "others", others
+        yield "weights", params
+
+    legal(script)
+
+
 def test_step_clips_by_itself():
     def script(wrap):
         model = net()

@@ -33,25 +33,47 @@ def test_bits_and_order_are_those_of_the_class(make, mode):
     legal(training(make), mode)
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, Tensors])
-def test_backward_makes_state_on_the_default_device(make):
-    """Autograd's thread for a GPU has no default device of its own."""
+def assert_same_state(make, fuse, at_first, later):
+    """With these default devices, which are set before fuse() and before the first step()."""
 
     def state(wrap):
+        torch.manual_seed(0)
+        torch.set_default_device(at_first)
         model = net()
         optimizer = wrap(make(model.parameters()))
+        torch.set_default_device(later)
         for i in range(2):
             train(model, optimizer, i)
         return [entry for p in model.parameters() for entry in optimizer.state[p].items()]
 
-    torch.set_default_device(NAME)
     try:
-        stock, ours = state(lambda o: o), state(lambda o: optfuse.fuse(o, "backward"))
+        stock, ours = state(lambda o: o), state(fuse)
     finally:
         torch.set_default_device(None)
     assert len(stock) == len(ours)
     for (name, a), (_, b) in zip(stock, ours, strict=True):
         assert not isinstance(a, torch.Tensor) or a.device == b.device, name
+        assert_same(name, a, b)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, Tensors])
+def test_backward_makes_state_on_the_default_device(make):
+    """Autograd's thread for a GPU has no default device of its own."""
+    assert_same_state(make, lambda o: optfuse.fuse(o, "backward"), NAME, NAME)
+
+
+@pytest.mark.parametrize("later", ["cpu", NAME])
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.NAdam, Tensors])
+def test_step_makes_state_on_the_default_device_that_is_set_then(make, later):
+    assert_same_state(make, optfuse.fuse, NAME, later)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop])
+def test_a_trial_is_for_one_default_device(make, mode):
+    """Kernels pass with counters on the CPU, and look for them there."""
+    for device in ("cpu", NAME, "cpu"):
+        assert_same_state(make, lambda o: optfuse.fuse(o, mode), device, device)
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, Tensors])

@@ -178,7 +178,10 @@ def _clip_one_by_one(
     foreach: bool | None,
 ) -> Tensor:
     gradients = Gradients(params)
-    if not gradients.fused or any(map(is_dtensor, params)):
+    # On a GPU what can't wait is multiplied by PyTorch's multi-tensor function, which writes to
+    # memory that copies on write (torch._lazy_clone) without a copy; its loop does not.
+    by_loop = foreach is False and gradients.on_gpu
+    if not gradients.fused or by_loop or any(map(is_dtensor, params)):
         return stock_clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = _total_norm(gradients, params, norm_type, error_if_nonfinite, foreach)
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)

@@ -89,7 +89,7 @@ class Own:
         self._after = Settings({}, {})  # what a step makes of copies of those
         self._copies = Copies()
         self.ran = Ran()
-        self._default_device = DefaultDevice()
+        self.default_device = DefaultDevice()  # of the thread that called step() last, or fuse()
         self.layout([])
         owns[plan] = self
 
@@ -195,7 +195,7 @@ class Own:
 
     def run(self, slot: int, param: Tensor) -> Entry | None:
         """The update; a state entry that it made, or None."""
-        with self._default_device.here():
+        with self.default_device.here():
             return self._run(slot, param)
 
     def _run(self, slot: int, param: Tensor) -> Entry | None:

@@ -64,7 +64,8 @@ def kinds(rule: Rule, stock: type[Optimizer], groups: list[Group]) -> Iterator[t
     """The kinds of parameters that need a trial, each with the options for it."""
     for group in groups:
         options = {k: v for k, v in group.items() if k not in _LEFT_OUT}
-        text = repr(sorted(options.items()))
+        # The class makes counters on the default device, and kernels look for them in one place.
+        text = repr((sorted(options.items()), torch.get_default_device()))
         places = {(p.dtype, p.device) for p in group["params"]}
         for dtype, device in sorted(places, key=str):
             if _is_tried(rule, dtype, device):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from optfuse._library import bindings
 from optfuse._library.bindings import Error, guard, lib_with_gil
+from optfuse._library.default_device import DefaultDevice
 from optfuse._own_step import updates
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.reach import reachable
@@ -86,6 +87,8 @@ class OwnStep(Updater):
             self._know_maps(optimizer, steady, slots)
         bindings.flush(self._plan)  # what is pending keeps its own options
         own = self._own
+        if not in_backward:
+            own.default_device = DefaultDevice()
         own.begin(optimizer, self._in_backward)
         if own.changed:
             lib_with_gil.of_shim_ledger_know_state(self._plan, optimizer, False)

@@ -13,24 +13,11 @@ from common import adamw, assert_same, everything, loss_of, net, same, sgd, weig
 import optfuse
 
 STEPS = 3
-SECONDS = 300  # until a thread that waits for another one gives up
+SECONDS = 60  # until a thread that waits for another one gives up
 
 
-class Turns:
-    """Lets two backward passes go on by turns: neither is more than a layer ahead."""
-
-    def __init__(self, models):
-        self.barrier = threading.Barrier(len(models))
-        for model in models:
-            for layer in model:
-                layer.register_full_backward_hook(self.wait)
-
-    def wait(self, *_):
-        self.barrier.wait(SECONDS)
-
-
-def together(*calls):
-    """Runs each on a thread of its own, and raises what one of them raised."""
+def together(*calls, failed=lambda: None):
+    """Runs each on a thread of its own, and raises what the first of them raised."""
     raised = []
 
     def run(call):
@@ -38,8 +25,9 @@ def together(*calls):
             call()
         except BaseException as error:
             raised.append(error)
+            failed()
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    threads = [threading.Thread(target=run, args=(call,), name="caller") for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -49,8 +37,20 @@ def together(*calls):
 
 
 def passes(models, i):
-    """One pass for each model, by turns."""
-    together(*(loss_of(model, 2 * i + k).backward for k, model in enumerate(models)))
+    """One pass for each model, by turns: neither is more than a layer ahead. Those of a GPU share a
+    thread of autograd's, where one that waited would wait for itself: they take turns anyway."""
+    barrier = threading.Barrier(len(models))
+
+    def wait(*_):
+        if threading.current_thread().name == "caller":
+            barrier.wait(SECONDS)
+
+    layers = [layer for model in models for layer in model]
+    hooks = [layer.register_full_backward_hook(wait) for layer in layers]
+    calls = [loss_of(model, 2 * i + k).backward for k, model in enumerate(models)]
+    together(*calls, failed=barrier.abort)
+    for hook in hooks:
+        hook.remove()
 
 
 def parameters(models):
@@ -60,9 +60,7 @@ def parameters(models):
 @pytest.fixture
 def models():
     torch.manual_seed(0)
-    made = [net(), net()]
-    Turns(made)
-    return made
+    return [net(), net()]
 
 
 def test_two_passes_are_two_of_three(models):
@@ -80,7 +78,6 @@ def test_counted_passes(make, rounds):
 
     def script(wrap):
         models = [net(), net()]
-        Turns(models)
         optimizer = wrap(make(parameters(models)))
         for i in range(STEPS):
             for k in range(rounds):
@@ -111,7 +108,6 @@ def test_a_pass_by_itself_is_the_last_of_three():
 def test_optimizers_of_their_own(accumulate):
     def script(wrap):
         models = [net(), net()]
-        Turns(models)
         first, second = models
         optimizers = [wrap(adamw(first.parameters())), wrap(sgd(second.parameters()))]
         for i in range(STEPS):
@@ -129,15 +125,15 @@ def test_optimizers_of_their_own(accumulate):
 def test_marked_passes():
     def script(wrap):
         models = [net(), net()]
-        Turns(models)
         optimizer = wrap(adamw(parameters(models)))
 
-        def add(model, i):
+        def add(loss):
             with optfuse.accumulate(optimizer):
-                loss_of(model, i).backward()
+                loss.backward()
 
         for i in range(STEPS):
-            together(*(partial(add, model, 9 * i + k) for k, model in enumerate(models)))
+            losses = [loss_of(model, 9 * i + k) for k, model in enumerate(models)]
+            together(*(partial(add, loss) for loss in losses))
             passes(models, i)
             optimizer.step()
             optimizer.zero_grad()

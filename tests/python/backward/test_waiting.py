@@ -170,10 +170,11 @@ def test_two_threads_in_backward():
 def test_another_thread_ends_no_waiting():
     """One pass ends while the other one looks at its own gradients, as it may in stock."""
     here, there = net(), net()
-    ended, looked = threading.Event(), []
+    looking, ended, looked = threading.Event(), threading.Event(), []
 
     def look(*_):
         looked.append([p.grad.clone() for p in there[4].parameters()])
+        looking.set()
         ended.wait(10)
         looked.append([p.grad.clone() for p in there[4].parameters()])
 
@@ -182,8 +183,7 @@ def test_another_thread_ends_no_waiting():
     before = weights(there[4])
     thread = threading.Thread(target=loss_of(there, 1).backward)
     thread.start()
-    while not looked:
-        pass
+    assert looking.wait(60), "the other pass has not come that far"
     loss_of(here, 0).backward()
     assert_same("weights", weights(there[4]), before)
     ended.set()

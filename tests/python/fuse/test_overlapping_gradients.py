@@ -10,6 +10,7 @@ from common import refused, same
 from torch import nn, optim
 
 import optfuse
+from optfuse._link import link_of
 
 
 class WritesGradients(optim.Optimizer):
@@ -31,6 +32,7 @@ MAKE = {
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
     "RMSprop": lambda p: optim.RMSprop(p, lr=1e-2),
     "WritesGradients": WritesGradients,
+    "NAdam": lambda p: optim.NAdam(p, lr=1e-2, foreach=False),
 }
 STATE = {"Rprop": "prev", "SGD": "momentum_buffer", "AdamW": "exp_avg", "RMSprop": "square_avg"}
 SIZES = (6, 150)  # less and more elements than are updated by one thread
@@ -83,7 +85,7 @@ def test_the_state_itself_of_one_behind_while_several_threads_update(make, sever
     same(scripted(make, 300, borrow), prove=False)
 
 
-@pytest.mark.parametrize("make", ("Rprop", "SGD", "AdamW"))
+@pytest.mark.parametrize("make", ("Rprop", "SGD", "AdamW", "NAdam", "WritesGradients"))
 def test_steps_of_several_threads_come_one_after_the_other(make):
     """Each looks who else writes to the memory of gradients, which variables know."""
 
@@ -111,6 +113,32 @@ def test_steps_of_several_threads_come_one_after_the_other(make):
         yield "state", optimizer.state_dict()
 
     same(script, prove=False)
+
+
+@pytest.mark.parametrize("option", ("max_grad_norm", "delay"))
+def test_what_a_step_does_beside_updates_is_a_part_of_it(option, monkeypatch):
+    """The second step begins when the first one is about to update."""
+    params = [nn.Parameter(torch.ones(3, 3))]
+    params[0].grad = torch.ones(3, 3)
+    value = {"max_grad_norm": 1.0, "delay": {params[0]: 1}}[option]
+    optimizer = optfuse.fuse(MAKE["SGD"](params), optfuse.Forward(**{option: value}))
+    link, seen = link_of(optimizer), []
+    second = threading.Thread(target=optimizer.step)
+    update = link.step
+
+    def slow(*args):
+        seen.append(threading.current_thread() is second)
+        if not seen[-1]:
+            second.start()
+            second.join(0.5)  # ends first, if nothing holds it up
+        update(*args)
+        seen.append(threading.current_thread() is second)
+        return True
+
+    monkeypatch.setattr(link, "step", slow)
+    optimizer.step()
+    second.join()
+    assert seen == [False, False, True, True]
 
 
 @pytest.mark.parametrize("reader, owner", ((0, 2), (2, 0)))

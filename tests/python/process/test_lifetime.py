@@ -297,6 +297,85 @@ def test_another_thread_flushes_all_the_time_while_training():
     same(script, mode="backward")
 
 
+FLUSHES = """
+import sys, threading, time
+import torch, optfuse
+from torch import nn
+
+sys.setswitchinterval(1e-6)
+torch.set_num_threads(1)
+params = [nn.Parameter(torch.ones(4)) for _ in range(500)]
+optimizer = optfuse.fuse(torch.optim.SGD(params, lr=0.1))
+for p in params:
+    p.grad = torch.ones(4)
+optimizer.step()  # so that this thread takes marks off when it flushes
+
+def add_a_group():
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+
+def renew_gradients():
+    for p in params:
+        p.grad = None
+    for p in params:
+        p.grad = torch.ones(4)
+
+def change_all_the_time(change):
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        change()
+
+for change in (renew_gradients, add_a_group):
+    thread = threading.Thread(target=change_all_the_time, args=(change,))
+    thread.start()
+    while thread.is_alive():
+        optfuse.flush(optimizer)
+"""
+
+
+def test_flushes_while_another_thread_changes_gradients_or_groups():
+    """Freed memory is overwritten."""
+    python_ok(FLUSHES, fresh=True, MALLOC_PERTURB_="165")
+
+
+class SlowToTell(dict):
+    """A parameter's state, at which another thread waits."""
+
+    def __init__(self, entry):
+        super().__init__(entry)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def get(self, *args):
+        if threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            assert self.go_on.wait(60)
+        return super().get(*args)
+
+
+def test_a_flush_does_not_wait_for_the_step_of_another_thread():
+    params = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = optfuse.fuse(sgd(params))
+    for p in params:
+        p.grad = torch.ones(4)
+    optimizer.step()
+    slow = SlowToTell(optimizer.state[params[1]])
+    optimizer.state[params[1]] = slow
+    other = threading.Thread(target=optimizer.step)
+    other.start()
+    assert slow.reached.wait(60)
+    try:
+        optfuse.flush(optimizer)
+    finally:
+        slow.go_on.set()
+        other.join()
+    stock = [nn.Parameter(torch.ones(4)) for _ in params]
+    reference = sgd(stock)
+    for p in stock:
+        p.grad = torch.ones(4)
+    for _ in range(2):
+        reference.step()
+    assert_same("weights", params, stock)
+
+
 def test_hooks_of_dead_optimizers_do_not_pile_up():
     """Each would be called by the next one, deeper and deeper."""
     p = nn.Parameter(torch.ones(1))
