@@ -113,7 +113,8 @@ struct WeightTask final : Task {
     // dW goes to the node of the transposed weight that dX of a Linear saves: backward has recorded
     // dX. Gradients of dX go there, and stock's node hands dW there, too: so each use has its sum
     // before the uses are added up. That node has an edge from the beginning, and gets nothing
-    // before: another pass, of another thread or around this one, may have counted the edges.
+    // before: another pass, of another thread or around this one, may have counted the edges. A pass
+    // that finds this set by another one has the same numbers, turned round twice.
     std::atomic<bool> joins{false};
     std::optional<Streams> streams; // if it has one of its own
     using Task::Task;

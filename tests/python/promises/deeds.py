@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts do around the backward pass of layers whose gradients may be promised: hooks of
+"""Deeds of scripts around the backward pass of layers whose gradients may be promised: hooks of
 every kind, and ways to compute gradients. A deed gets a Place, computes or watches, and notes in
 `place.seen` what has to be the same as in stock."""
 
@@ -126,7 +126,7 @@ def node_prehook(change):
 
 
 def turned_hook(change):
-    """Of the node that turns the weight."""
+    """A hook of the node that turns the weight."""
     return on_output(
         lambda place, y: (
             node_of(y)
