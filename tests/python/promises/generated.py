@@ -216,8 +216,8 @@ def values_of(layers, wrap):
 
 
 def end_alike(stock, ours, tally):
-    """Leaves in both lists the part before an error. Stock's error must be ours, but for a step() of
-    PyTorch that fails; ours may be one of backward fusion's own."""
+    """Leaves in both lists the part before an error. Stock's error must be ours, but for a step()
+    of PyTorch that fails; ours may be one of backward fusion's own."""
     theirs, mine = (seen[-1][1] if "raised" in seen[-1][0] else None for seen in (stock, ours))
     if isinstance(mine, optfuse.Error) and len(ours) < len(stock) + (theirs is None):
         tally["refused"] += 1
