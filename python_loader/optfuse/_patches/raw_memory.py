@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from optfuse._library.bindings import Error, guard, lib
+from optfuse._library.bindings import OK, Error, check, guard, lib, lib_with_gil, message
 from optfuse._patches.replacing import call_before, call_first, replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
@@ -23,6 +23,7 @@ _IN_C = {
     Tensor: ("data_ptr", "const_data_ptr", "apply_", "map_", "map2_"),
     torch._C: ("_data_address", "_is_cow_tensor"),
 }
+_DATA = torch._C.TensorBase.data
 _EXPORTS = ("_to_dlpack", "_to_dlpack_versioned")  # of torch._C
 #: A storage whose memory others may still read past the dispatcher is that of a consumed gradient.
 _OF_STORAGES = ("data_ptr", "is_shared", "copy_", "_share_fd_cpu_", "_share_filename_cpu_")
@@ -33,8 +34,32 @@ def _key() -> Any:
     return torch._C._parse_dispatch_key(_KEY)
 
 
+_recorded = False  # some optimizer's step() is
+
+
+def watch_recorded() -> None:
+    """A step() that is recorded is to come: its lines run before somebody has an address."""
+    global _recorded
+    if not _recorded and lib_with_gil.of_shim_watch_data(_DATA, object.__basicsize__) != OK:
+        raise Error(f"optfuse: {message()}")
+    _recorded = True
+
+
+def _is_recording() -> bool:
+    return _recorded and lib.of_shim_is_recording()  # type: ignore[no-any-return]
+
+
+def play_recorded(ends: bool = False) -> None:
+    """Runs what this thread's step() has recorded; ends: the rest of step() is not."""
+    if _is_recording():
+        check(lib_with_gil.of_shim_play_recorded(ends))
+
+
 def _is_marked(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key())
+    """Or may be written by a step() that is recorded."""
+    return isinstance(tensor, Tensor) and (
+        torch._C._dispatch_keys(tensor).has(_key()) or _is_recording()
+    )
 
 
 def _launch(op: str) -> Callable[..., None]:
@@ -57,6 +82,7 @@ def launch_gradients(params: Iterable[Tensor]) -> None:
 
 def _refuse_sealed(*values: Any, **named: Any) -> None:
     """Before a storage's function that reads its memory: is_shared() would end the process."""
+    play_recorded()
     for value in (*values, *named.values()):
         if isinstance(value, torch._C.StorageBase) and lib.of_shim_is_sealed(value._cdata):
             raise Error(

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// compile.cpp: elementwise lines that share a tensor run together as late as they can: when another
+// line needs what they write, or writes what they read, or at the end.
+#include "recorded/compile.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "error.h"
+#include "recorded/programs.h"
+
+namespace optfuse::recorded {
+namespace {
+
+// A line, or one place of a line of lists.
+struct Unit {
+    uint32_t line;
+    std::optional<Instruction> instruction; // none: PyTorch's operator
+};
+
+constexpr uint32_t kNobody = UINT32_MAX;
+
+struct OpenGroup {
+    std::vector<uint32_t> units;
+    uint32_t like = kNobody; // a tensor that it writes
+    std::set<uint32_t> tensors;
+};
+
+class Compiler {
+  public:
+    Compiler(const std::vector<Line> &the_lines, const std::vector<c10::IValue> &its,
+             const Numbered &tensors)
+        : lines(the_lines), values(its), numbered(tensors), uses(tensors.entries.size()),
+          group_of(tensors.entries.size(), kNobody), readers(tensors.n_storages),
+          overlaps(tensors.n_storages), units_left(the_lines.size()) {
+        find_overlaps();
+        for (uint32_t i = 0; i < lines.size(); i++)
+            put_units(i);
+    }
+
+    Schedule run() {
+        for (uint32_t i = 0; i < units.size(); i++)
+            units[i].instruction ? join(i) : call(units[i]);
+        for (uint32_t i = 0; i < open.size(); i++)
+            close(i);
+        made.words = numbered.words;
+        return std::move(made);
+    }
+
+  private:
+    const Entry &entry(uint32_t number) const { return numbered.entries[number]; }
+
+    // Storages of which two tensors have some elements in common, but not all.
+    void find_overlaps() {
+        for (const Entry &first : numbered.entries)
+            for (uint32_t i = first.next; i != UINT32_MAX; i = entry(i).next) {
+                const Entry &other = entry(i);
+                const bool are_plain = first.impl->is_non_overlapping_and_dense() &&
+                                       other.impl->is_non_overlapping_and_dense() &&
+                                       first.dtype == other.dtype;
+                if (!are_plain || (first.offset < other.offset + other.numel &&
+                                   other.offset < first.offset + first.numel))
+                    overlaps[first.storage_number] = true;
+            }
+    }
+
+    void put_units(uint32_t i) {
+        const Line &line = lines[i];
+        const bool is_list = line.known->of_lists && line.known->elementwise;
+        const auto places = static_cast<uint32_t>(
+            is_list ? values[line.first].toListRef().size() : 1);
+        const size_t first = units.size();
+        for (uint32_t place = 0; place < places; place++) {
+            auto found = translate(line, place, values, numbered);
+            if (!found || is_apart(*found) || !has_bits(line, place, values, *found, entry(found->to))) {
+                units.resize(first);
+                units.push_back({i, {}});
+                break;
+            }
+            units.push_back({i, std::move(found)});
+        }
+        units_left[i] = static_cast<uint32_t>(units.size() - first);
+        for (size_t u = first; u < units.size(); u++)
+            each_of(units[u], [this](uint32_t number, bool) { uses[number]++; });
+    }
+
+    bool is_apart(const Instruction &q) const {
+        bool found = overlaps[entry(q.to).storage_number];
+        for (size_t i = 0; i < q.n_from; i++)
+            found |= overlaps[entry(q.from[i]).storage_number];
+        return found;
+    }
+
+    // Calls work(number, is_written) for each tensor of a unit.
+    template <typename Work> void each_of(const Unit &unit, const Work &work) const {
+        if (unit.instruction) {
+            const Instruction &q = *unit.instruction;
+            work(q.to, true);
+            for (size_t i = 0; i < q.n_from; i++)
+                work(q.from[i], false);
+            for (size_t i = 0; i < q.n_read; i++)
+                work(q.read[i], false);
+            return;
+        }
+        const Line &line = lines[unit.line];
+        for (uint32_t i = line.first; i < line.end; i++) {
+            const bool writes = i >= line.results || line.known->writes[i - line.first];
+            each_tensor(values[i], [&](const at::Tensor &tensor) {
+                if (!tensor.unsafeGetTensorImpl()->is_wrapped_number())
+                    work(numbered.of(tensor), writes);
+                return true;
+            });
+        }
+    }
+
+    void call(const Unit &unit) {
+        each_of(unit, [this](uint32_t number, bool is_written) {
+            if (group_of[number] != kNobody)
+                close(group_of[number]);
+            if (!is_written)
+                return;
+            for (const uint32_t reader :
+                 std::exchange(readers[entry(number).storage_number], {}))
+                close(reader);
+        });
+        made.steps.push_back({false, unit.line, {}});
+        finish(unit.line);
+    }
+
+    bool fits(const OpenGroup &group, uint32_t number) const {
+        const Entry &a = entry(group.like), &b = entry(number);
+        return a.dtype == b.dtype && equal(a.impl->sizes(), b.impl->sizes()) &&
+               equal(a.impl->strides(), b.impl->strides());
+    }
+
+    // The unit joins the groups that have its tensors, which become one.
+    void join(uint32_t u) {
+        const Instruction &q = *units[u].instruction;
+        uint32_t to = kNobody;
+        const auto meet = [&](uint32_t number) {
+            const uint32_t found = group_of[number];
+            if (found == kNobody || found == to)
+                return;
+            if (!fits(open[found], q.to)) {
+                close(found);
+            } else if (to == kNobody) {
+                to = found;
+            } else {
+                unite(to, found);
+            }
+        };
+        meet(q.to);
+        for (size_t i = 0; i < q.n_from; i++)
+            meet(q.from[i]);
+        if (to == kNobody) {
+            to = static_cast<uint32_t>(open.size());
+            open.emplace_back();
+            open[to].like = q.to;
+        }
+        OpenGroup &group = open[to];
+        group.units.push_back(u);
+        const auto own = [&](uint32_t number) {
+            group_of[number] = to;
+            group.tensors.insert(number);
+        };
+        own(q.to);
+        for (size_t i = 0; i < q.n_from; i++)
+            own(q.from[i]);
+        for (size_t i = 0; i < q.n_read; i++) {
+            auto &its = readers[entry(q.read[i]).storage_number];
+            if (its.empty() || its.back() != to)
+                its.push_back(to);
+        }
+    }
+
+    void unite(uint32_t to, uint32_t from) {
+        OpenGroup &group = open[to], &other = open[from];
+        std::vector<uint32_t> all;
+        std::merge(group.units.begin(), group.units.end(), other.units.begin(), other.units.end(),
+                   std::back_inserter(all));
+        group.units = std::move(all);
+        for (const uint32_t number : other.tensors) {
+            group_of[number] = to;
+            group.tensors.insert(number);
+        }
+        for (auto &its : readers)
+            std::replace(its.begin(), its.end(), from, to);
+        other = OpenGroup();
+    }
+
+    void close(uint32_t i) {
+        OpenGroup group = std::exchange(open[i], {});
+        for (const uint32_t number : group.tensors)
+            group_of[number] = kNobody;
+        if (!group.units.empty())
+            emit(group.units.data(), group.units.size());
+    }
+
+    void finish(uint32_t line) {
+        if (--units_left[line] == 0)
+            made.steps.back().done.push_back(line);
+    }
+
+    // Its units as one program, or as several where there are too few registers.
+    void emit(const uint32_t *its, size_t n) {
+        Group group;
+        if (assign(its, n, &group)) {
+            if (!made.groups.empty() && !made.steps.empty() && made.steps.back().is_group) {
+                const Group &before = made.groups.back();
+                group.is_as_before =
+                    before.patches == group.patches && before.code.size() == group.code.size() &&
+                    std::equal(group.code.begin(), group.code.end(), before.code.begin(),
+                               [](const of_instruction &a, const of_instruction &b) {
+                                   return a.operation == b.operation && a.to == b.to &&
+                                          a.a == b.a && a.b == b.b && a.c == b.c;
+                               });
+            }
+            made.steps.push_back({true, static_cast<uint32_t>(made.groups.size()), {}});
+            made.groups.push_back(std::move(group));
+            for (size_t i = 0; i < n; i++)
+                finish(units[its[i]].line);
+            return;
+        }
+        const size_t half = n / 2; // one unit always fits
+        emit(its, half);
+        emit(its + half, n - half);
+    }
+
+    struct Role {
+        uint32_t number;
+        size_t first, last;      // places where it is used
+        uint32_t used = 0;
+        bool is_read_first;      // its values are those of before
+        unsigned char place = 0; // register
+        bool in_memory = false;
+    };
+
+    // False: it has too many tensors.
+    bool assign(const uint32_t *its, size_t n, Group *group) {
+        std::vector<Role> roles;
+        const auto role_of = [&](uint32_t number) -> Role & {
+            size_t i = 0; // groups have few tensors
+            while (i < roles.size() && roles[i].number != number)
+                i++;
+            if (i == roles.size())
+                roles.push_back({number, n, 0, 0, false});
+            return roles[i];
+        };
+        const auto use = [&](uint32_t number, size_t at, bool reads) {
+            Role &role = role_of(number);
+            if (role.used++ == 0) {
+                role.first = at;
+                role.is_read_first = reads;
+            }
+            role.last = at;
+        };
+        for (size_t i = 0; i < n; i++) {
+            const Instruction &q = *units[its[i]].instruction;
+            for (size_t k = 0; k < q.n_from; k++)
+                use(q.from[k], i, true);
+            use(q.to, i, false);
+        }
+        for (Role &role : roles) {
+            const Entry &e = entry(role.number);
+            role.in_memory = !e.is_absent || e.is_needed || role.used < uses[role.number];
+            if (!role.in_memory)
+                continue;
+            if (group->memory.size() == OF_REGISTER_TEMPORARY)
+                return false;
+            role.place = static_cast<unsigned char>(group->memory.size());
+            group->memory.push_back(role.number);
+            if (e.is_absent && !role.is_read_first)
+                group->makes.push_back(role.number);
+        }
+        std::vector<unsigned char> free;
+        for (unsigned char r = OF_REGISTERS; r-- > OF_REGISTER_TEMPORARY;)
+            free.push_back(r);
+        for (size_t i = 0; i < n; i++) {
+            const Instruction &q = *units[its[i]].instruction;
+            unsigned char from[3] = {};
+            for (size_t k = 0; k < q.n_from; k++)
+                from[k] = role_of(q.from[k]).place;
+            for (size_t k = 0; k < q.n_from; k++) {
+                const Role &role = role_of(q.from[k]);
+                const bool is_again = std::find(q.from, q.from + k, q.from[k]) != q.from + k;
+                if (!role.in_memory && role.last == i && !is_again && q.from[k] != q.to)
+                    free.push_back(role.place);
+            }
+            Role &to = role_of(q.to);
+            if (!to.in_memory && to.first == i) {
+                if (free.empty())
+                    return false;
+                to.place = free.back();
+                free.pop_back();
+            }
+            put(group, q, to.place, from);
+            if (!to.in_memory && to.last == i && to.first == i) // nobody reads it
+                free.push_back(to.place);
+        }
+        of_program core = {};
+        core.code = group->code.data();
+        core.n = group->code.size();
+        if (of_program_check(&core) != nullptr)
+            fail("optfuse: a program can't be run, which is an error of optfuse");
+        group->reads = core.reads;
+        group->writes = core.writes;
+        const Entry &e = entry(units[its[0]].instruction->to);
+        group->numel = e.numel;
+        group->dtype = *dtype_of(e.dtype);
+        return true;
+    }
+
+    static void put(Group *group, const Instruction &q, unsigned char to,
+                    const unsigned char *from) {
+        const size_t at = group->code.size();
+        group->code.push_back({static_cast<unsigned char>(q.operation), to, from[0], from[1],
+                               from[2], 0.0, 0.0});
+        group->patches.push_back({at, false, q.s});
+        group->patches.push_back({at, true, q.t});
+        if (q.s == Number())
+            group->patches.erase(group->patches.end() - 2);
+        if (q.t == Number())
+            group->patches.pop_back();
+    }
+
+    const std::vector<Line> &lines;
+    const std::vector<c10::IValue> &values;
+    const Numbered &numbered;
+    std::vector<Unit> units;
+    std::vector<uint32_t> uses;                 // by tensor: by how many units
+    std::vector<uint32_t> group_of;             // by tensor
+    std::vector<std::vector<uint32_t>> readers; // by storage: groups that take a number from it
+    std::vector<bool> overlaps;                 // by storage
+    std::vector<uint32_t> units_left;           // by line
+    std::vector<OpenGroup> open;
+    Schedule made;
+};
+
+} // namespace
+
+Schedule compile(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
+                 const Numbered &numbered) {
+    return Compiler(lines, values, numbered).run();
+}
+
+} // namespace optfuse::recorded
