@@ -48,6 +48,22 @@ class GilGivenUp {
     void *const thread;
 };
 
+// Recorded tensors live until the lines run: for Python's collector of cycles a reason to look at all
+// objects, again and again.
+class NoCollection {
+  public:
+    NoCollection() : was_on(of_interpreter.pause_gc() != 0) {}
+    ~NoCollection() {
+        if (was_on)
+            of_interpreter.resume_gc();
+    }
+    NoCollection(const NoCollection &) = delete;
+    NoCollection &operator=(const NoCollection &) = delete;
+
+  private:
+    const bool was_on;
+};
+
 thread_local Counts last = {};
 
 // False: this thread's error says why.
@@ -81,6 +97,7 @@ of_object *call_recorded(of_object *step, of_object *arguments, of_object *keywo
     of_object *result = nullptr, *type = nullptr, *value = nullptr, *trace = nullptr;
     std::string failed;
     {
+        const NoCollection paused;
         Recording recording;
         note_stepping_thread();
         result = of_interpreter.call_with(step, arguments, keywords);
