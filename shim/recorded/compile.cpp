@@ -24,26 +24,31 @@ constexpr uint32_t kNobody = UINT32_MAX;
 struct OpenGroup {
     std::vector<uint32_t> units;
     uint32_t like = kNobody; // a tensor that it writes
+    at::ScalarType dtype = at::kBool; // of the computation
     std::set<uint32_t> tensors;
 };
 
 class Compiler {
   public:
     Compiler(const std::vector<Line> &the_lines, const std::vector<c10::IValue> &its,
-             const Numbered &tensors)
+             const Numbered &tensors, std::set<uint32_t> &of_bytes)
         : lines(the_lines), values(its), numbered(tensors), uses(tensors.entries.size()),
           group_of(tensors.entries.size(), kNobody), readers(tensors.n_storages),
-          overlaps(tensors.n_storages), units_left(the_lines.size()) {
+          overlaps(tensors.n_storages), units_left(the_lines.size()), in_bytes(of_bytes) {
         find_overlaps();
         for (uint32_t i = 0; i < lines.size(); i++)
             put_units(i);
     }
 
-    Schedule run() {
+    // No value: booleans that no line had in bytes are needed there.
+    std::optional<Schedule> run() {
+        const size_t known = in_bytes.size();
         for (uint32_t i = 0; i < units.size(); i++)
             units[i].instruction ? join(i) : call(units[i]);
         for (uint32_t i = 0; i < open.size(); i++)
             close(i);
+        if (in_bytes.size() != known)
+            return {};
         made.words = numbered.words;
         return std::move(made);
     }
@@ -72,24 +77,26 @@ class Compiler {
             is_list ? values[line.first].toListRef().size() : 1);
         const size_t first = units.size();
         for (uint32_t place = 0; place < places; place++) {
-            auto found = translate(line, place, values, numbered);
-            if (!found || is_apart(*found) || !has_bits(line, place, values, *found, entry(found->to))) {
+            const auto found = translate(line, place, values, numbered);
+            if (found.empty() || is_apart(found[0]) || !has_bits(line, place, values, found)) {
                 units.resize(first);
                 units.push_back({i, {}});
                 break;
             }
-            units.push_back({i, std::move(found)});
+            for (const Instruction &instruction : found)
+                units.push_back({i, instruction});
         }
         units_left[i] = static_cast<uint32_t>(units.size() - first);
         for (size_t u = first; u < units.size(); u++)
             each_of(units[u], [this](uint32_t number, bool) { uses[number]++; });
     }
 
+    // Tensors without a place in a program: of elements that others have, too, or booleans in memory.
     bool is_apart(const Instruction &q) const {
-        bool found = overlaps[entry(q.to).storage_number];
-        for (size_t i = 0; i < q.n_from; i++)
-            found |= overlaps[entry(q.from[i]).storage_number];
-        return found;
+        const auto has_no_place = [this](uint32_t number) {
+            return overlaps[entry(number).storage_number] || in_bytes.count(number) != 0;
+        };
+        return has_no_place(q.to) || std::any_of(q.from, q.from + q.n_from, has_no_place);
     }
 
     // Calls work(number, is_written) for each tensor of a unit.
@@ -128,9 +135,10 @@ class Compiler {
         finish(unit.line);
     }
 
-    bool fits(const OpenGroup &group, uint32_t number) const {
-        const Entry &a = entry(group.like), &b = entry(number);
-        return a.dtype == b.dtype && equal(a.impl->sizes(), b.impl->sizes()) &&
+    bool fits(const OpenGroup &group, const Instruction &q) const {
+        const Entry &a = entry(group.like), &b = entry(q.to);
+        const bool is_any = group.dtype == at::kBool || q.dtype == at::kBool;
+        return (is_any || group.dtype == q.dtype) && equal(a.impl->sizes(), b.impl->sizes()) &&
                equal(a.impl->strides(), b.impl->strides());
     }
 
@@ -142,12 +150,14 @@ class Compiler {
             const uint32_t found = group_of[number];
             if (found == kNobody || found == to)
                 return;
-            if (!fits(open[found], q.to)) {
+            if (!fits(open[found], q)) {
                 close(found);
             } else if (to == kNobody) {
                 to = found;
-            } else {
+            } else if (can_unite(open[to], open[found])) {
                 unite(to, found);
+            } else {
+                close(found);
             }
         };
         meet(q.to);
@@ -159,6 +169,8 @@ class Compiler {
             open[to].like = q.to;
         }
         OpenGroup &group = open[to];
+        if (group.dtype == at::kBool)
+            group.dtype = q.dtype;
         group.units.push_back(u);
         const auto own = [&](uint32_t number) {
             group_of[number] = to;
@@ -174,8 +186,14 @@ class Compiler {
         }
     }
 
+    static bool can_unite(const OpenGroup &a, const OpenGroup &b) {
+        return a.dtype == b.dtype || a.dtype == at::kBool || b.dtype == at::kBool;
+    }
+
     void unite(uint32_t to, uint32_t from) {
         OpenGroup &group = open[to], &other = open[from];
+        if (group.dtype == at::kBool)
+            group.dtype = other.dtype;
         std::vector<uint32_t> all;
         std::merge(group.units.begin(), group.units.end(), other.units.begin(), other.units.end(),
                    std::back_inserter(all));
@@ -266,6 +284,8 @@ class Compiler {
             role.in_memory = !e.is_absent || e.is_needed || role.used < uses[role.number];
             if (!role.in_memory)
                 continue;
+            if (e.dtype == at::kBool)
+                in_bytes.insert(role.number);
             if (group->memory.size() == OF_REGISTER_TEMPORARY)
                 return false;
             role.place = static_cast<unsigned char>(group->memory.size());
@@ -305,9 +325,11 @@ class Compiler {
             fail("optfuse: a program can't be run, which is an error of optfuse");
         group->reads = core.reads;
         group->writes = core.writes;
-        const Entry &e = entry(units[its[0]].instruction->to);
-        group->numel = e.numel;
-        group->dtype = *dtype_of(e.dtype);
+        group->numel = entry(units[its[0]].instruction->to).numel;
+        group->dtype = OF_FLOAT32; // unless some of it is not of booleans
+        for (size_t i = 0; i < n; i++)
+            if (const auto dtype = dtype_of(units[its[i]].instruction->dtype))
+                group->dtype = *dtype;
         return true;
     }
 
@@ -333,6 +355,7 @@ class Compiler {
     std::vector<std::vector<uint32_t>> readers; // by storage: groups that take a number from it
     std::vector<bool> overlaps;                 // by storage
     std::vector<uint32_t> units_left;           // by line
+    std::set<uint32_t> &in_bytes;               // tensors of booleans that have memory
     std::vector<OpenGroup> open;
     Schedule made;
 };
@@ -341,7 +364,10 @@ class Compiler {
 
 Schedule compile(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                  const Numbered &numbered) {
-    return Compiler(lines, values, numbered).run();
+    std::set<uint32_t> in_bytes;
+    for (;;)
+        if (auto made = Compiler(lines, values, numbered, in_bytes).run())
+            return std::move(*made);
 }
 
 } // namespace optfuse::recorded

@@ -21,7 +21,7 @@ const Names kElementwise = {
     "zero",  "copy",  "rsub",    "sin",     "cos",       "atan",      "erf",        "log1p",
     "expm1", "clone", "trunc",   "floor",   "ceil",      "frac"};
 
-const Names kComparisons = {"gt", "lt", "ge", "le", "eq", "ne"};
+const Names kComparing = {"gt", "lt", "ge", "le", "eq", "ne"};
 
 // Others that can't fail but by the forms of their operands, if these are no integers.
 const Names kLines = {
@@ -38,6 +38,11 @@ const Names kLines = {
     "relu",        "silu",        "gelu",        "log2",               "log10",       "exp2",
     "sgn",         "fmax",        "fmin",        "heaviside",          "copysign",    "xlogy",
     "_softmax",    "logsumexp",   "all",         "any",                "median",      "sort"};
+
+// Of these some calls are elementwise, too.
+const Names kSometimes = {"zeros_like",  "ones_like",   "full_like",   "where",
+                          "masked_fill", "_to_copy",    "logical_and", "logical_or",
+                          "logical_not", "bitwise_and", "bitwise_or",  "bitwise_not", "isnan"};
 
 bool is_tensor(const c10::Type &type) {
     if (type.kind() == c10::TypeKind::OptionalType || type.kind() == c10::TypeKind::ListType)
@@ -108,9 +113,10 @@ Way way_of(Known *k, const c10::OperatorHandle &op, const std::string &name) {
         return Way::VIEW;
     if (schema.overload_name().find("out") != std::string::npos) // may change the form of out=
         return Way::AT_ONCE;
-    k->compares = kComparisons.count(k->name) != 0 && !writes;
+    k->compares = kComparing.count(k->name) != 0 && !writes;
     k->elementwise = kElementwise.count(k->name) != 0 || k->compares;
-    if (kElementwise.count(k->name) + kComparisons.count(k->name) + kLines.count(k->name) == 0)
+    k->may_fuse = k->elementwise || kSometimes.count(k->name) != 0;
+    if (kElementwise.count(k->name) + kComparing.count(k->name) + kLines.count(k->name) == 0)
         return Way::AT_ONCE;
     const auto &returns = schema.returns();
     if (!std::all_of(returns.begin(), returns.end(), [](const auto &r) { return is_tensor(*r.type()); }))

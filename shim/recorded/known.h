@@ -28,6 +28,7 @@ struct Known {
     bool of_lists = false;    // one operator for each place of its lists
     bool elementwise = false; // its results' forms are known (forms.h)
     bool compares = false;    // and they are booleans
+    bool may_fuse = false;    // there may be instructions that do the same (translate.h)
     size_t n = 0;             // arguments
     std::string name;         // without "aten::", "_foreach_" and the "_" of one in place
     std::vector<bool> number; // of each argument: its value says nothing of the results' forms

@@ -12,7 +12,6 @@
 #include <tuple>
 
 #include "error.h"
-#include "guard.h"
 #include "plan.h"
 #include "shim.h"
 
@@ -47,7 +46,7 @@ at::Tensor numbers(at::ScalarType dtype, unsigned which) {
     const double apart[] = {0.0, -0.0, inf, -inf, NAN, 1.0, -1.0, 1e-40, -3e-42, 5e-8};
     for (size_t i = 0; i < 40; i++)
         x[static_cast<size_t>(kTried) - 1 - i * 5] = apart[(i * (which + 1) + which) % 10];
-    return made.to(dtype);
+    return dtype == at::kBool ? made.gt(0) : made.to(dtype);
 }
 
 bool same_bits(const at::Tensor &a, const at::Tensor &b) {
@@ -71,14 +70,15 @@ class Trial {
         const uint32_t results = line.results - line.first;
         const Line here{line.op, line.known, 0, results, n};
         const Numbered numbered({here}, given);
-        const auto q = translate(here, 0, given, numbered);
-        if (!q)
-            return false;
-        const at::Tensor by_program = run_instruction(*q, numbered);
+        const auto instructions = translate(here, 0, given, numbered);
+        if (instructions.empty() || instructions[0].dtype == at::kBool)
+            return !instructions.empty(); // of booleans alone
+        const at::Tensor by_program = run_instructions(instructions, numbered);
         torch::jit::Stack stack(given.begin(), given.begin() + results);
         line.op.callBoxed(stack);
         const c10::IValue &to = n > results ? stack[0] : given[0];
-        return same_bits(by_program, to.isTensor() ? to.toTensor() : to.toTensorList().get(0));
+        const at::Tensor by_operator = to.isTensor() ? to.toTensor() : to.toTensorList().get(0);
+        return same_bits(by_program, by_operator.to(by_program.scalar_type()));
     }
 
   private:
@@ -106,7 +106,9 @@ class Trial {
     }
 
     // What it writes, on copies.
-    at::Tensor run_instruction(const Instruction &instruction, const Numbered &numbered) {
+    at::Tensor run_instructions(const std::vector<Instruction> &instructions,
+                                const Numbered &numbered) {
+        const at::ScalarType dtype = instructions[0].dtype;
         std::map<uint32_t, at::Tensor> copies;
         Memory memory = {};
         std::map<uint32_t, unsigned char> places;
@@ -116,25 +118,28 @@ class Trial {
             if (is_new) {
                 for (const auto &[_, tensor] : instead)
                     if (tensor.unsafeGetTensorImpl() == numbered.entries[number].impl)
-                        copies[number] = tensor.clone();
+                        copies[number] = tensor.to(dtype, false, true);
                 memory[next] = copies.at(number).mutable_data_ptr();
             }
             return at->second;
         };
-        of_instruction q = {};
-        q.operation = static_cast<unsigned char>(instruction.operation);
-        unsigned char *const from[] = {&q.a, &q.b, &q.c};
-        for (size_t i = 0; i < instruction.n_from; i++)
-            *from[i] = place_of(instruction.from[i]);
-        q.to = place_of(instruction.to);
-        q.s = instruction.s.in(given);
-        q.t = instruction.t.in(given);
-        of_program program = {&q, 1, 0, 0, false};
+        std::vector<of_instruction> code;
+        for (const Instruction &instruction : instructions) {
+            of_instruction q = {};
+            q.operation = static_cast<unsigned char>(instruction.operation);
+            unsigned char *const from[] = {&q.a, &q.b, &q.c};
+            for (size_t i = 0; i < instruction.n_from; i++)
+                *from[i] = place_of(instruction.from[i]);
+            q.to = place_of(instruction.to);
+            q.s = instruction.s.in(given);
+            q.t = instruction.t.in(given);
+            code.push_back(q);
+        }
+        of_program program = {code.data(), code.size(), 0, 0, false};
         if (const char *wrong = of_program_check(&program))
             fail(std::string("optfuse: an instruction can't be run: ") + wrong);
-        const Entry &to = numbered.entries[instruction.to];
-        run_program(&program, memory, to.numel, *dtype_of(to.dtype));
-        return copies.at(instruction.to);
+        run_program(&program, memory, kTried, *dtype_of(dtype));
+        return copies.at(instructions[0].to);
     }
 
     const Line &line;
@@ -160,15 +165,16 @@ void run_program(const of_program *program, const Memory &memory, int64_t numel,
 }
 
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
-              const Instruction &instruction, const Entry &to) {
+              const std::vector<Instruction> &made) {
     static std::mutex guards_all;
-    static auto &all = *new std::map<std::tuple<const Known *, of_operator, at::ScalarType>, bool>;
+    static auto &all = *new std::map<std::tuple<const Known *, of_operator, size_t, at::ScalarType>, bool>;
     const std::lock_guard<std::mutex> lock(guards_all);
-    const auto [at, is_new] =
-        all.emplace(std::make_tuple(line.known, instruction.operation, to.dtype), false);
+    const auto key =
+        std::make_tuple(line.known, made[0].operation, made.size(), made[0].dtype);
+    const auto [at, is_new] = all.emplace(key, false);
     if (is_new)
         at->second = Trial(line, place, values).run();
-    return at->second || !OF_GUARD(recorded_bits);
+    return at->second;
 }
 
 } // namespace optfuse::recorded

@@ -16,8 +16,9 @@ using Memory = std::array<void *, OF_REGISTER_TEMPORARY>;
 // memory: what its first registers are.
 void run_program(const of_program *program, const Memory &memory, int64_t numel, of_dtype dtype);
 
-// Tried once for each operator, instruction and dtype, on numbers of all kinds. to: what it writes.
+// Tried once for each operator, instruction and dtype, on numbers of all kinds. made: by
+// translate().
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
-              const Instruction &instruction, const Entry &to);
+              const std::vector<Instruction> &made);
 
 } // namespace optfuse::recorded

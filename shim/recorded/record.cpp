@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "guard.h"
 #include "recorded/forms.h"
 
 namespace optfuse::recorded {

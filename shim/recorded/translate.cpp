@@ -50,6 +50,11 @@ constexpr std::pair<std::string_view, of_operator> kUnary[] = {
     {"sqrt", OF_OPERATOR_sqrt},   {"rsqrt", OF_OPERATOR_rsqrt}, {"reciprocal", OF_OPERATOR_reciprocal},
     {"clone", OF_OPERATOR_copy}};
 
+constexpr std::pair<std::string_view, of_operator> kComparisons[] = {
+    {"gt", OF_OPERATOR_gt}, {"ge", OF_OPERATOR_ge}, {"lt", OF_OPERATOR_lt},
+    {"le", OF_OPERATOR_le}, {"eq", OF_OPERATOR_eq}, {"ne", OF_OPERATOR_ne}};
+static_assert(OF_OPERATOR_ne_number - OF_OPERATOR_gt_number == OF_OPERATOR_ne - OF_OPERATOR_gt);
+
 constexpr std::pair<double, of_operator> kPowers[] = {
     {2.0, OF_OPERATOR_square},       {3.0, OF_OPERATOR_cube}, {0.5, OF_OPERATOR_sqrt},
     {-0.5, OF_OPERATOR_rsqrt},       {1.0, OF_OPERATOR_copy}, {-1.0, OF_OPERATOR_reciprocal},
@@ -71,17 +76,33 @@ class Translation {
         : line(the_line), place(the_place), values(all), numbered(its),
           n(the_line.results - the_line.first), name(the_line.known->name) {}
 
-    bool run() {
+    std::vector<Instruction> run() {
         const c10::IValue to = item(line.known->way == Way::MAKE ? n : 0);
         if (!to.isTensor() || !is_operand(to.toTensor()))
-            return false;
+            return {};
         like = to.toTensor().unsafeGetTensorImpl();
         made.to = numbered.of(to.toTensor());
-        return dtype_of(like->dtype().toScalarType()) && like->is_cpu() && like->dim() != 0 &&
-               like->is_non_overlapping_and_dense() && by_name() && has_its_bits();
+        if (is_bool(like)) { // of what is compared, if anything is
+            is_of_masks = !line.known->compares && name != "isnan";
+            if (!is_of_masks && is_tensor(0))
+                like = item(0).toTensor().unsafeGetTensorImpl();
+        }
+        made.dtype = like->dtype().toScalarType();
+        const bool may_be = (is_of_masks || dtype_of(made.dtype)) && like->is_cpu() &&
+                            like->dim() != 0 && like->is_non_overlapping_and_dense() &&
+                            equal(like->sizes(), to.toTensor().sizes()) &&
+                            equal(like->strides(), to.toTensor().strides());
+        if (!may_be || !(is_of_masks ? of_masks() : by_name() || with_masks()) || !has_its_bits())
+            return {};
+        std::vector<Instruction> all = {made};
+        if (second) {
+            second->to = second->from[0] = made.to;
+            second->n_from = 1;
+            second->dtype = made.dtype;
+            all.push_back(*second);
+        }
+        return all;
     }
-
-    Instruction made = {};
 
   private:
     bool is_narrow() const { return like->dtype().itemsize() == 2; }
@@ -97,13 +118,20 @@ class Translation {
         return tensor.defined() && tensor.dim() != 0;
     }
 
-    bool take(size_t i) {
+    static bool is_bool(const c10::TensorImpl *impl) {
+        return impl->dtype().toScalarType() == at::kBool;
+    }
+    bool is_mask(size_t i) const {
+        return is_tensor(i) && is_bool(item(i).toTensor().unsafeGetTensorImpl());
+    }
+
+    bool take(size_t i, bool takes_mask = false) {
         const c10::IValue value = i < n ? item(i) : c10::IValue();
         if (!value.isTensor() || !is_operand(value.toTensor()))
             return false;
         const c10::TensorImpl *impl = value.toTensor().unsafeGetTensorImpl();
         made.from[made.n_from++] = numbered.of(value.toTensor());
-        return impl->dtype() == like->dtype() && impl->device() == like->device() &&
+        return (impl->dtype() == like->dtype() || (takes_mask && is_bool(impl))) && impl->device() == like->device() &&
                equal(impl->sizes(), like->sizes()) && equal(impl->strides(), like->strides());
     }
 
@@ -147,6 +175,8 @@ class Translation {
     bool by_name() {
         if (const auto operation = found_in<std::string_view>(kUnary, name))
             return take(0) && !has(1) && is(*operation);
+        if (name == "mul" && (is_mask(0) || is_mask(1)))
+            return take(0, true) && take(1, true) && is(OF_OPERATOR_mul);
         if (name == "mul")
             return product(OF_OPERATOR_mul, OF_OPERATOR_mul_number, OF_OPERATOR_mul_number);
         if (name == "div")
@@ -169,10 +199,61 @@ class Translation {
             return is_tensor(1) ? take(0) && take(1) && is(name == "clamp_min" ? OF_OPERATOR_maximum : OF_OPERATOR_minimum)
                                 : bound(1, name == "clamp_min");
         if (name == "clamp")
-            return has(1) != has(2) && bound(has(1) ? 1 : 2, has(1));
-        if (name == "fill" || name == "zero")
-            return is(OF_OPERATOR_fill) && (name == "zero" || (take_number(1, &made.s) && made.n_read == 0));
+            return clamp();
+        if (name == "zero" || name == "zeros_like" || name == "ones_like") {
+            made.s = {name == "ones_like" ? 1.0 : 0.0};
+            return is(OF_OPERATOR_fill);
+        }
+        if (name == "fill" || name == "full_like")
+            return is(OF_OPERATOR_fill) && take_number(1, &made.s) && made.n_read == 0;
         return name == "copy" && take(1) && is(OF_OPERATOR_copy);
+    }
+
+    // Operators between which and those above there are booleans.
+    bool with_masks() {
+        const auto comparison = found_in<std::string_view>(kComparisons, name);
+        if (comparison && is_tensor(1))
+            return take(0) && take(1) && is(*comparison);
+        if (comparison) // the same with a number follows in operators.def
+            return take(0) && take_number(1, &made.s) && made.n_read == 0 &&
+                   is(static_cast<of_operator>(*comparison + OF_OPERATOR_gt_number - OF_OPERATOR_gt));
+        if (name == "isnan") {
+            return take(0) && take(0) && is(OF_OPERATOR_ne);
+        }
+        if (name == "where")
+            return is_mask(0) && choose(0, 1, 2);
+        if (name == "masked_fill")
+            return is_mask(1) && choose(1, 2, 0);
+        return name == "_to_copy" && is_mask(0) && take(0, true) && is(OF_OPERATOR_copy);
+    }
+
+    bool choose(size_t mask, size_t yes, size_t no) {
+        if (!take(mask, true))
+            return false;
+        if (is_tensor(yes) && is_tensor(no))
+            return take(yes) && take(no) && is(OF_OPERATOR_where);
+        const bool is_first = is_tensor(no);
+        return take(is_first ? no : yes) && take_number(is_first ? yes : no, &made.s) &&
+               is(is_first ? OF_OPERATOR_where_number_first : OF_OPERATOR_where_number_second);
+    }
+
+    bool of_masks() {
+        if (name == "logical_not" || name == "bitwise_not")
+            return is_mask(0) && take(0) && is(OF_OPERATOR_logical_not);
+        const bool is_and = name == "logical_and" || name == "bitwise_and";
+        return (is_and || name == "logical_or" || name == "bitwise_or") && is_mask(0) &&
+               is_mask(1) && take(0) && take(1) &&
+               is(is_and ? OF_OPERATOR_logical_and : OF_OPERATOR_logical_or);
+    }
+
+    bool clamp() {
+        if (!has(1) || !has(2))
+            return bound(has(1) ? 1 : 2, has(1));
+        if (!bound(1, true))
+            return false;
+        second.emplace();
+        second->operation = OF_OPERATOR_clamp_max;
+        return take_number(2, &second->s) && made.n_read == 0;
     }
 
     bool product(of_operator of_two, of_operator with_number, of_operator number_first) {
@@ -247,6 +328,9 @@ class Translation {
     const size_t n;
     const std::string_view name;
     const c10::TensorImpl *like = nullptr;
+    bool is_of_masks = false;
+    Instruction made = {};
+    std::optional<Instruction> second; // on what the first one makes
 };
 
 } // namespace
@@ -273,13 +357,12 @@ std::optional<of_dtype> dtype_of(at::ScalarType type) {
     }
 }
 
-std::optional<Instruction> translate(const Line &line, uint32_t place,
-                                     const std::vector<c10::IValue> &values,
-                                     const Numbered &numbered) {
-    Translation translation(line, place, values, numbered);
-    if (!line.known->elementwise || !translation.run())
+std::vector<Instruction> translate(const Line &line, uint32_t place,
+                                   const std::vector<c10::IValue> &values,
+                                   const Numbered &numbered) {
+    if (!line.known->may_fuse)
         return {};
-    return translation.made;
+    return Translation(line, place, values, numbered).run();
 }
 
 } // namespace optfuse::recorded

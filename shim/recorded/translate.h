@@ -27,6 +27,7 @@ struct Number {
 
 struct Instruction {
     of_operator operation;
+    at::ScalarType dtype;      // of the computation: booleans are 0 and 1
     uint32_t to, from[3] = {}; // numbers of tensors
     size_t n_from = 0;
     Number s, t;
@@ -35,10 +36,10 @@ struct Instruction {
     size_t n_read = 0;
 };
 
-// place: of its lists. None: PyTorch's operator has to run.
-std::optional<Instruction> translate(const Line &line, uint32_t place,
-                                     const std::vector<c10::IValue> &values,
-                                     const Numbered &numbered);
+// One or two. place: of its lists. Empty: PyTorch's operator has to run.
+std::vector<Instruction> translate(const Line &line, uint32_t place,
+                                   const std::vector<c10::IValue> &values,
+                                   const Numbered &numbered);
 
 // Whether the kernels have that dtype.
 std::optional<of_dtype> dtype_of(at::ScalarType type);
