@@ -22,6 +22,9 @@ class Base(Optimizer):
         self.n = 0
         self.seen = []
 
+    def __getstate__(self):
+        return self.__dict__.copy()  # copies have all
+
     @torch.no_grad()
     def step(self, closure=None):
         loss = None
@@ -92,6 +95,9 @@ class Lists(Base):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             grads = [p.grad for p in params]
