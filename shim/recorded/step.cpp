@@ -130,12 +130,15 @@ of_object *of_shim_recorded_step(of_object *step, of_object *arguments, of_objec
     return optfuse::recorded::call_recorded(step, arguments, keywords);
 }
 
-bool of_shim_is_recording(void) { return optfuse::recorded::open != nullptr; }
+bool of_shim_is_recording(void) {
+    return optfuse::recorded::open != nullptr &&
+           c10::impl::tls_is_dispatch_key_included(optfuse::kPendingKey);
+}
 
 int of_shim_play_recorded(bool ends) {
     if (!optfuse::recorded::play_now())
         return OF_REFUSED;
-    if (ends && optfuse::recorded::open != nullptr)
+    if (ends && of_shim_is_recording())
         optfuse::recorded::Recording::end();
     return OF_OK;
 }

@@ -57,9 +57,10 @@ def play_recorded(ends: bool = False) -> None:
 
 def _is_marked(tensor: Any) -> bool:
     """Or may be written by a step() that is recorded."""
-    return isinstance(tensor, Tensor) and (
-        torch._C._dispatch_keys(tensor).has(_key()) or _is_recording()
-    )
+    if not isinstance(tensor, Tensor):
+        return False
+    is_marked: bool = torch._C._dispatch_keys(tensor).has(_key())
+    return is_marked or (_is_recording() and not _is_python(tensor))
 
 
 def _launch(op: str) -> Callable[..., None]:
