@@ -116,9 +116,11 @@ void Numbered::put(const c10::IValue &value, bool by_class) {
     }
 }
 
-Numbered::Numbered(const std::vector<Line> &lines, const std::vector<c10::IValue> &values) {
-    words.reserve(values.size() * 4);
-    words.push_back(static_cast<uint64_t>(thread_count()));
+void Numbered::read(const std::vector<Line> &lines, const std::vector<c10::IValue> &values) {
+    entries.clear();
+    heads.clear();
+    n_storages = 0;
+    words.assign(1, static_cast<uint64_t>(thread_count()));
     for (const Line &line : lines) {
         words.push_back(reinterpret_cast<uintptr_t>(&line.op.schema()));
         for (uint32_t i = line.first; i < line.end; i++)

@@ -33,7 +33,7 @@ struct Entry {
 // What a schedule depends on, and the tensors that it needs.
 class Numbered {
   public:
-    Numbered(const std::vector<Line> &lines, const std::vector<c10::IValue> &values);
+    void read(const std::vector<Line> &lines, const std::vector<c10::IValue> &values);
     // The number of a tensor that is on the tape.
     uint32_t of(const at::Tensor &tensor) const;
 

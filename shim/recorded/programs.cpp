@@ -69,7 +69,8 @@ class Trial {
         const auto n = static_cast<uint32_t>(given.size());
         const uint32_t results = line.results - line.first;
         const Line here{line.op, line.known, 0, results, n};
-        const Numbered numbered({here}, given);
+        Numbered numbered;
+        numbered.read({here}, given);
         const auto instructions = translate(here, 0, given, numbered);
         if (instructions.empty() || instructions[0].dtype == at::kBool)
             return !instructions.empty(); // of booleans alone

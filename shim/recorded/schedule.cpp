@@ -115,6 +115,12 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
     return made.get();
 }
 
+bool is_absent(const c10::IValue &value) {
+    return !each_tensor(value, [](const at::Tensor &tensor) {
+        return !is_absent(storage_of(tensor.unsafeGetTensorImpl()));
+    });
+}
+
 void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c10::IValue> &values,
          const Numbered &numbered, Counts *counts) {
     std::vector<of_instruction> code;
@@ -128,7 +134,8 @@ void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c
         }
         for (const uint32_t done : step.done)
             for (uint32_t i = lines[done].first; i < lines[done].end; i++)
-                values[i] = c10::IValue();
+                if (!is_absent(values[i]))
+                    values[i] = c10::IValue();
     }
 }
 
@@ -148,7 +155,8 @@ void give_up(const std::vector<c10::IValue> &values) {
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
                Counts *counts) {
     try {
-        const Numbered numbered(lines, values);
+        static thread_local Numbered numbered; // its room
+        numbered.read(lines, values);
         if (const Schedule *schedule = schedule_of(lines, values, numbered)) {
             run(*schedule, lines, values, numbered, counts);
             return;

@@ -10,7 +10,7 @@
 
 namespace optfuse::recorded {
 
-// Runs them all, and clears the values. After an exception what a line that has not run would have
+// Runs them all, and clears the values but for tensors that never got memory. After an exception what a line that has not run would have
 // made stays without memory, and sealed.
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
                Counts *counts);

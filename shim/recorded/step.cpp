@@ -102,11 +102,14 @@ of_object *call_recorded(of_object *step, of_object *arguments, of_object *keywo
         note_stepping_thread();
         result = of_interpreter.call_with(step, arguments, keywords);
         of_interpreter.fetch(&type, &value, &trace);
-        const GilGivenUp given_up;
-        // What came before an exception has happened, as in stock.
-        if (!answers([&] { recording.tape.play(); }))
-            failed = of_error_message();
+        {
+            const GilGivenUp given_up;
+            // What came before an exception has happened, as in stock.
+            if (!answers([&] { recording.tape.play(); }))
+                failed = of_error_message();
+        }
         last = recording.tape.counts;
+        recording.tape.garbage.clear();
     }
     if (type == nullptr && !failed.empty()) {
         of_interpreter.drop(result);

@@ -100,11 +100,14 @@ void Tape::play() {
     const PlainMode plain;
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
     run_lines(now, its, &counts);
+    if (garbage.empty())
+        garbage.swap(its);
+    else
+        garbage.insert(garbage.end(), std::make_move_iterator(its.begin()),
+                       std::make_move_iterator(its.end()));
     if (lines.empty()) { // their room
         now.clear();
-        its.clear();
         lines.swap(now);
-        values.swap(its);
     }
 }
 

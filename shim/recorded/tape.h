@@ -51,6 +51,9 @@ class Tape {
     }
 
     Counts counts = {};
+    // What lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
+    // whoever has that clears them.
+    std::vector<c10::IValue> garbage;
 
   private:
     void seal_written(const at::Tensor &tensor);
