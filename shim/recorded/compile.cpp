@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// compile.cpp: elementwise lines that share a tensor run together as late as they can: when another
-// line needs what they write, or writes what they read, or at the end.
+// compile.cpp: elementwise lines that share a tensor run together where the last of them stands,
+// unless a line in between needs what they write, or writes what they read.
 #include "recorded/compile.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -28,6 +29,13 @@ struct OpenGroup {
     std::set<uint32_t> tensors;
 };
 
+// A step, where the last of its units stands.
+struct Planned {
+    uint32_t last;
+    std::vector<uint32_t> units;
+    std::optional<Group> group;
+};
+
 class Compiler {
   public:
     Compiler(const std::vector<Line> &the_lines, const std::vector<c10::IValue> &its,
@@ -44,11 +52,12 @@ class Compiler {
     std::optional<Schedule> run() {
         const size_t known = in_bytes.size();
         for (uint32_t i = 0; i < units.size(); i++)
-            units[i].instruction ? join(i) : call(units[i]);
+            units[i].instruction ? join(i) : call(i);
         for (uint32_t i = 0; i < open.size(); i++)
             close(i);
         if (in_bytes.size() != known)
             return {};
+        put_steps();
         made.words = numbered.words;
         return std::move(made);
     }
@@ -121,8 +130,8 @@ class Compiler {
         }
     }
 
-    void call(const Unit &unit) {
-        each_of(unit, [this](uint32_t number, bool is_written) {
+    void call(uint32_t u) {
+        each_of(units[u], [this](uint32_t number, bool is_written) {
             if (group_of[number] != kNobody)
                 close(group_of[number]);
             if (!is_written)
@@ -131,8 +140,7 @@ class Compiler {
                  std::exchange(readers[entry(number).storage_number], {}))
                 close(reader);
         });
-        made.steps.push_back({false, unit.line, {}});
-        finish(unit.line);
+        planned.push_back({u, {u}, {}});
     }
 
     bool fits(const OpenGroup &group, const Instruction &q) const {
@@ -215,29 +223,38 @@ class Compiler {
             emit(group.units.data(), group.units.size());
     }
 
-    void finish(uint32_t line) {
-        if (--units_left[line] == 0)
-            made.steps.back().done.push_back(line);
+    static bool is_same_code(const Group &a, const Group &b) {
+        return a.patches == b.patches &&
+               std::equal(a.code.begin(), a.code.end(), b.code.begin(), b.code.end(),
+                          [](const of_instruction &x, const of_instruction &y) {
+                              return x.operation == y.operation && x.to == y.to && x.a == y.a &&
+                                     x.b == y.b && x.c == y.c;
+                          });
+    }
+
+    void put_steps() {
+        std::stable_sort(planned.begin(), planned.end(),
+                         [](const Planned &a, const Planned &b) { return a.last < b.last; });
+        for (Planned &one : planned) {
+            Step step{one.group.has_value(), units[one.last].line, {}};
+            for (const uint32_t u : one.units)
+                if (--units_left[units[u].line] == 0)
+                    step.done.push_back(units[u].line);
+            if (one.group) {
+                one.group->is_as_before = !made.steps.empty() && made.steps.back().is_group &&
+                                          is_same_code(*one.group, made.groups.back());
+                step.number = static_cast<uint32_t>(made.groups.size());
+                made.groups.push_back(std::move(*one.group));
+            }
+            made.steps.push_back(std::move(step));
+        }
     }
 
     // Its units as one program, or as several where there are too few registers.
     void emit(const uint32_t *its, size_t n) {
         Group group;
         if (assign(its, n, &group)) {
-            if (!made.groups.empty() && !made.steps.empty() && made.steps.back().is_group) {
-                const Group &before = made.groups.back();
-                group.is_as_before =
-                    before.patches == group.patches && before.code.size() == group.code.size() &&
-                    std::equal(group.code.begin(), group.code.end(), before.code.begin(),
-                               [](const of_instruction &a, const of_instruction &b) {
-                                   return a.operation == b.operation && a.to == b.to &&
-                                          a.a == b.a && a.b == b.b && a.c == b.c;
-                               });
-            }
-            made.steps.push_back({true, static_cast<uint32_t>(made.groups.size()), {}});
-            made.groups.push_back(std::move(group));
-            for (size_t i = 0; i < n; i++)
-                finish(units[its[i]].line);
+            planned.push_back({its[n - 1], {its, its + n}, std::move(group)});
             return;
         }
         const size_t half = n / 2; // one unit always fits
@@ -357,6 +374,7 @@ class Compiler {
     std::vector<uint32_t> units_left;           // by line
     std::set<uint32_t> &in_bytes;               // tensors of booleans that have memory
     std::vector<OpenGroup> open;
+    std::vector<Planned> planned;
     Schedule made;
 };
 
