@@ -78,6 +78,11 @@ inline void seal(c10::StorageImpl *storage) { set_seal(storage, true); }
 
 inline void unseal(c10::StorageImpl *storage) { set_seal(storage, false); }
 
+// Its memory without the seal's check. There is no such function of a const one.
+inline c10::DataPtr &data_ptr_of(const c10::StorageImpl *storage) {
+    return const_cast<c10::StorageImpl *>(storage)->_mutable_data_ptr_no_checks();
+}
+
 // The address without the seal's check.
 inline void *address(c10::StorageImpl *storage) {
     return storage->_mutable_data_ptr_no_checks().mutable_get();

@@ -215,8 +215,8 @@ OF_API int of_shim_play_recorded(bool ends);
 OF_API int of_shim_watch_data(void *attribute, size_t head_bytes);
 /* Whether this thread is in it. */
 OF_API bool of_shim_is_recording(void);
-/* Of this thread's last one: lines; how often they were run; operators that ran at once; programs
- * and operators that were run. */
+/* The counts of this thread's last one: lines; how often they were run; operators that ran at once;
+ * programs and operators that were run. */
 OF_API void of_shim_recorded_counts(int64_t counts[5]);
 
 /* A list of Python's: whether each item is exactly of one of two types; and whether all are

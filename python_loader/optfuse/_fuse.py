@@ -118,9 +118,7 @@ def fuse(
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if is_asked(recorded) and can_record(optimizer, mode):
-        _process.start()
-        fuse_recorded(optimizer)
-        return optimizer
+        return fuse_recorded(optimizer)
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is

@@ -9,16 +9,18 @@ import ctypes
 import functools
 import os
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
+from optfuse import _process
 from optfuse._arguments.modes import Backward, Forward
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED
 from optfuse._patches import raw_memory
 from optfuse._rules import RULES
 
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _STEP = "step"
 _COUNTS = ("lines", "plays", "at_once", "programs", "operators")
 
@@ -61,14 +63,17 @@ def is_asked(recorded: bool | None) -> bool:
 def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:
     """Whether its class has no kernels, and step() is all that is to be fused."""
     rule = RULES.get(type(optimizer))
-    is_plain = isinstance(mode, Forward) and (mode.max_grad_norm, mode.ddp, mode.delay) == 3 * (None,)
-    return is_plain and (rule is None or rule.external)
+    if not isinstance(mode, Forward) or (rule is not None and not rule.external):
+        return False
+    return mode.max_grad_norm is None and mode.ddp is None and mode.delay is None
 
 
-def fuse_recorded(optimizer: Optimizer) -> None:
+def fuse_recorded(optimizer: OptimizerT) -> OptimizerT:
     """None of the class's code runs."""
+    _process.start()
     raw_memory.watch_recorded()
     optimizer.__dict__[RECORDED] = optimizer.__dict__[_STEP] = Step(optimizer)
+    return optimizer
 
 
 def unfuse_recorded(optimizer: Optimizer) -> None:
@@ -81,7 +86,7 @@ def unfuse_recorded(optimizer: Optimizer) -> None:
 
 
 def last_counts() -> dict[str, int]:
-    """Of this thread's last recorded step()."""
+    """The counts of this thread's last recorded step()."""
     counts = (ctypes.c_int64 * len(_COUNTS))()
     lib.of_shim_recorded_counts(counts)
     return dict(zip(_COUNTS, counts, strict=True))

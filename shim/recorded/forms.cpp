@@ -175,7 +175,7 @@ struct HashWords {
     }
 };
 
-// What one thread has learned, and the call that it has looked up last.
+// The calls that one thread has learned, and the one that it has looked up last.
 struct Calls {
     std::unordered_map<Words, Call, HashWords> known;
     Words words;

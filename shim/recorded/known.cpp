@@ -39,7 +39,7 @@ const Names kLines = {
     "sgn",         "fmax",        "fmin",        "heaviside",          "copysign",    "xlogy",
     "_softmax",    "logsumexp",   "all",         "any",                "median",      "sort"};
 
-// Of these some calls are elementwise, too.
+// Some calls of these operators are elementwise, too.
 const Names kSometimes = {"zeros_like",  "ones_like",   "full_like",   "where",
                           "masked_fill", "_to_copy",    "logical_and", "logical_or",
                           "logical_not", "bitwise_and", "bitwise_or",  "bitwise_not", "isnan"};

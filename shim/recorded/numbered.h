@@ -30,7 +30,7 @@ struct Entry {
     }
 };
 
-// What a schedule depends on, and the tensors that it needs.
+// The tensors that a schedule needs, and the words that it depends on.
 class Numbered {
   public:
     void read(const std::vector<Line> &lines, const std::vector<c10::IValue> &values);

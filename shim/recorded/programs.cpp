@@ -18,7 +18,7 @@
 namespace optfuse::recorded {
 namespace {
 
-// Of no optimizer: its kernels, for the life of the process.
+// The kernels of a plan of no optimizer, for the life of the process.
 of_plan *kernels() {
     static of_plan *const core = [] {
         const char *isa = std::getenv("OPTFUSE_ISA");
@@ -106,7 +106,7 @@ class Trial {
         return one;
     }
 
-    // What it writes, on copies.
+    // Runs them on copies, and returns the tensor that they write.
     at::Tensor run_instructions(const std::vector<Instruction> &instructions,
                                 const Numbered &numbered) {
         const at::ScalarType dtype = instructions[0].dtype;

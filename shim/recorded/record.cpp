@@ -104,7 +104,7 @@ class Called {
             redispatch();
     }
 
-    // What comes next has an address.
+    // Runs an operator behind which code has the tensors' addresses.
     void show() {
         const bool may_write = k.is_ours;
         bool touched = may_write && !tape->is_empty();

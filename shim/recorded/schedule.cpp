@@ -139,7 +139,7 @@ void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c
     }
 }
 
-// What will never be made: no part of the tape, and nobody's address.
+// Results that will never be made are no part of the tape any more, and have no address.
 void give_up(const std::vector<c10::IValue> &values) {
     each_tensor(values.data(), values.size(), [](const at::Tensor &tensor) {
         c10::StorageImpl *storage =

@@ -104,7 +104,7 @@ of_object *call_recorded(of_object *step, of_object *arguments, of_object *keywo
         of_interpreter.fetch(&type, &value, &trace);
         {
             const GilGivenUp given_up;
-            // What came before an exception has happened, as in stock.
+            // Operators before an exception have run, as in stock.
             if (!answers([&] { recording.tape.play(); }))
                 failed = of_error_message();
         }

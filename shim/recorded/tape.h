@@ -24,7 +24,7 @@ struct Line {
     uint32_t first, results, end; // among the tape's values: its arguments, what it makes
 };
 
-// What there was, since the process began.
+// Lines, and how they ran, in one step().
 struct Counts {
     int64_t lines, plays, at_once, groups, calls;
 };
@@ -51,7 +51,7 @@ class Tape {
     }
 
     Counts counts = {};
-    // What lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
+    // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
     // whoever has that clears them.
     std::vector<c10::IValue> garbage;
 
@@ -74,9 +74,6 @@ Tape *open_tape();
 // The deleter of memory that a line will make; its context is the tape.
 void forget_absent(void *);
 
-inline const c10::DataPtr &data_ptr_of(const c10::StorageImpl *storage) {
-    return const_cast<c10::StorageImpl *>(storage)->_mutable_data_ptr_no_checks();
-}
 inline bool is_absent(const c10::StorageImpl *storage) {
     return data_ptr_of(storage).get_deleter() == forget_absent;
 }

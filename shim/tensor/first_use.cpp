@@ -81,8 +81,8 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
         return Answer::PASS;
     if (recorded::is_absent_elsewhere(storage_of(impl)))
         fail(std::string("optfuse: ") + op +
-             " uses a tensor that a step() on another thread has made and not computed yet; fuse "
-             "this optimizer with recorded=False");
+             " uses a tensor that a step() on another thread has made and not computed yet; read it "
+             "on that thread before, by item() or numpy()");
     if (is_consumed(impl))
         return answer_consumed(op, impl, is_target);
     if (is_promise(impl) && makes_alias(op))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers whose step() is drawn from a seed: statements on tensors of the parameter's shape (x, y,
-z of the pool), on tensors without dimensions, on numbers; state, options of every kind, counters,
-conditions, looks, coupling."""
+"""Optimizers whose step() is drawn from a seed: statements on tensors of the parameter's shape, on
+tensors without dimensions, on numbers; state, options of every kind, counters, conditions, looks,
+coupling."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def source(seed: int) -> str:
         "        for i, p in enumerate(group['params']):",
         "            if p.grad is None: continue",
         "            g = p.grad; st = self.state[p]",
-        "            if not st: st.update(b=torch.zeros_like(p), t=torch.tensor(0.0), n=0, list=[])",
+        "            if not st: st.update(b=p.detach() * 0, t=torch.tensor(0.0), n=0, list=[])",
         "            a = g * 1.0; b = g; c = g.clone(); s = torch.tensor(0.5); q = g.abs().mean()",
         *("            " + x for x in body),
         "            " + end,

@@ -34,7 +34,8 @@ def train(seed, fused, steps=8):
         def loss(weights=weights):
             for p in params:
                 p.grad = None
-            value = sum((p * w).sum() + 0.5 * (p * p).sum() for p, w in zip(params, weights, strict=True))
+            pairs = zip(params, weights, strict=True)
+            value = sum((p * w).sum() + 0.5 * (p * p).sum() for p, w in pairs)
             value.backward()
             return value
 

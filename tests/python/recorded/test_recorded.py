@@ -84,7 +84,8 @@ def compare(cls, work, **how):
         found.append(world.end())
     stock, ours = found
     assert len(stock) == len(ours)
-    different = [i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if differing(a, b).any()]
+    pairs = zip(ours, stock, strict=True)
+    different = [i for i, (a, b) in enumerate(pairs) if differing(a, b).any()]
     assert not different, f"{len(different)} of {len(stock)} values differ, from {different[0]} on"
 
 
