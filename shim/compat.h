@@ -72,6 +72,18 @@ inline void set_seal(c10::StorageImpl *storage, bool sealed) {
     refresh_seal_check(storage);
 }
 
+// This seal raises only where C++ asks for an address to write to.
+template <bool c10::StorageImpl::*Flag> struct WriteSealFlag {
+    friend bool &write_seal_flag(c10::StorageImpl *storage) { return storage->*Flag; }
+};
+bool &write_seal_flag(c10::StorageImpl *storage);
+template struct WriteSealFlag<&c10::StorageImpl::throw_on_mutable_data_ptr_>;
+
+inline void set_write_seal(c10::StorageImpl *storage, bool sealed) {
+    write_seal_flag(storage) = sealed;
+    refresh_seal_check(storage);
+}
+
 inline bool is_sealed(c10::StorageImpl *storage) { return seal_flag(storage); }
 
 inline void seal(c10::StorageImpl *storage) { set_seal(storage, true); }

@@ -167,12 +167,13 @@ void run_program(const of_program *program, const Memory &memory, int64_t numel,
 
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
               const std::vector<Instruction> &made) {
+    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType>;
     static std::mutex guards_all;
-    static auto &all = *new std::map<std::tuple<const Known *, of_operator, size_t, at::ScalarType>, bool>;
+    static auto &all = *new std::map<Key, bool>;
     const std::lock_guard<std::mutex> lock(guards_all);
-    const auto key =
-        std::make_tuple(line.known, made[0].operation, made.size(), made[0].dtype);
-    const auto [at, is_new] = all.emplace(key, false);
+    const Instruction &first = made[0];
+    const auto [at, is_new] = all.emplace(
+        Key{line.known, first.operation, made.size(), first.dtype, first.of_number}, false);
     if (is_new)
         at->second = Trial(line, place, values).run();
     return at->second;

@@ -15,11 +15,11 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-// Keys of a dense tensor on the CPU or an NVIDIA GPU, and of nothing else.
+// Keys of a dense tensor on the CPU, and of nothing else. On a GPU operators run at once: they don't
+// wait there, and lines would lose the stream on which they are called.
 const c10::DispatchKeySet kPlain = c10::DispatchKeySet(
-    {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
-     c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
-     c10::DispatchKey::AutocastCUDA, kPendingKey});
+    {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+     c10::DispatchKey::AutocastCPU, kPendingKey});
 
 // Modes under which operators are more than what they compute.
 const c10::DispatchKeySet kModes =
@@ -73,7 +73,8 @@ class Called {
         return !each([](const at::Tensor &tensor) { return !is_others(tensor); });
     }
 
-    // Whether lines have to run first: they make what it reads, or read or write what it writes.
+    // Whether lines have to run first: they read or write memory of its tensors. Counters, which
+    // have no seal against writing, it may read beside lines.
     bool needs_lines() const {
         if (tape->is_empty())
             return false;
@@ -84,7 +85,7 @@ class Called {
             const bool is_free = each_tensor(args()[i], [&](const at::Tensor &tensor) {
                 const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
                 return impl->has_storage() && !impl->is_python_dispatch() &&
-                       !is_sealed(storage_of(impl)) &&
+                       !is_sealed(storage_of(impl)) && !write_seal_flag(storage_of(impl)) &&
                        !(writes && tape->touches(storage_of(impl)));
             });
             if (!is_free)
@@ -143,10 +144,6 @@ class Called {
         return !has_mark(impl) && is_own(storage) && !tape->is_shown(storage);
     }
 
-    static bool is_small(const at::Tensor &tensor) {
-        return tensor.is_cpu() && storage_of(tensor.unsafeGetTensorImpl())->nbytes() <= 8;
-    }
-
     // And more than counters, which nobody waits for.
     bool has_plain_tensors() const {
         bool has_any = false, are_small = true;
@@ -156,7 +153,7 @@ class Called {
             has_any = true;
             if (!may_be_on_tape(tensor))
                 return false;
-            are_small &= is_small(tensor);
+            are_small &= is_small(storage_of(tensor.unsafeGetTensorImpl()));
             return true;
         });
         return are_plain && has_any && (!are_small || needs_lines());
@@ -202,6 +199,7 @@ class Called {
     }
 
     void put(std::vector<c10::IValue> &&results) {
+        tape->begin_line();
         if (k.way == Way::WRITE)
             tape->write(op, k, stack);
         else

@@ -29,6 +29,13 @@ at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
     return made;
 }
 
+void Tape::begin_line() {
+    const Settings now;
+    if (!lines.empty() && !(now == settings))
+        play();
+    settings = now;
+}
+
 void Tape::seal_written(const at::Tensor &tensor) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     impl->bump_version();
@@ -38,12 +45,25 @@ void Tape::seal_written(const at::Tensor &tensor) {
     sealed.push_back(impl->unsafe_storage());
 }
 
+void Tape::seal_read(const at::Tensor &tensor) {
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    c10::StorageImpl *storage = storage_of(impl);
+    if (is_small(storage) || is_sealed(storage) || write_seal_flag(storage))
+        return;
+    set_write_seal(storage, true);
+    write_sealed.push_back(impl->unsafe_storage());
+}
+
 uint32_t Tape::take_arguments(const Known &k, torch::jit::Stack *stack) {
     const auto first = static_cast<uint32_t>(values.size());
     const auto from = stack->end() - static_cast<std::ptrdiff_t>(k.n);
     values.insert(values.end(), std::make_move_iterator(from), std::make_move_iterator(stack->end()));
     stack->resize(stack->size() - k.n);
     counts.lines++;
+    each_tensor(&values[first], k.n, [this](const at::Tensor &tensor) {
+        seal_read(tensor);
+        return true;
+    });
     return first;
 }
 
@@ -96,8 +116,11 @@ void Tape::play() {
     n_touched = 0;
     for (const c10::Storage &storage : std::exchange(sealed, {}))
         unseal(storage.unsafeGetStorageImpl());
+    for (const c10::Storage &storage : std::exchange(write_sealed, {}))
+        set_write_seal(storage.unsafeGetStorageImpl(), false);
     // Versions were counted when the lines were written.
     const PlainMode plain;
+    const WithSettings as_called(settings);
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
     run_lines(now, its, &counts);
     if (garbage.empty())

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // tape.h: the lines of a step() that is recorded, in their order. A line is an operator with its
 // arguments; what it makes are real tensors whose numbers are absent: their storages have no memory
-// until the line runs. A storage that a line writes is sealed until then, so that nobody reads its
-// old numbers past the dispatcher.
+// until the line runs. A storage that a line writes is sealed until then, and one that a line reads
+// against writing, so that nobody comes between past the dispatcher.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,7 @@
 
 #include "compat.h"
 #include "recorded/known.h"
+#include "recorded/settings.h"
 #include "tensor/memory.h"
 
 namespace optfuse::recorded {
@@ -37,6 +38,8 @@ class Tape {
     void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack);
     void make(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
               std::vector<c10::IValue> &&results);
+    // Lines that come now have the present settings.
+    void begin_line();
     // Whether a line reads or writes this storage.
     bool touches(const c10::StorageImpl *storage);
     // Runs the lines. An exception leaves the rest undone, as it would have in step().
@@ -57,11 +60,13 @@ class Tape {
 
   private:
     void seal_written(const at::Tensor &tensor);
+    void seal_read(const at::Tensor &tensor);
     uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
 
+    Settings settings; // of all lines
     std::vector<Line> lines;
     std::vector<c10::IValue> values;
-    std::vector<c10::Storage> sealed;
+    std::vector<c10::Storage> sealed, write_sealed;
     ska::flat_hash_set<const c10::StorageImpl *> touched; // of the first n_touched values
     size_t n_touched = 0;
     ska::flat_hash_set<const c10::StorageImpl *> shown;
@@ -95,6 +100,9 @@ template <typename Work> bool each_tensor(const c10::IValue &value, const Work &
         }
     return true;
 }
+// A counter or the like, which scripts may look at between lines at no cost.
+inline bool is_small(const c10::StorageImpl *storage) { return storage->nbytes() <= 8; }
+
 template <typename Work>
 bool each_tensor(const c10::IValue *values, size_t n, const Work &work) {
     for (size_t i = 0; i < n; i++)

@@ -154,6 +154,7 @@ class Translation {
             return impl->dtype().toScalarType() == at::kDouble ||
                    impl->dtype().toScalarType() == at::kLong;
         made.read[made.n_read++] = numbered.of(value.toTensor());
+        made.of_number = impl->dtype().toScalarType();
         return c10::isFloatingType(impl->dtype().toScalarType());
     }
 
