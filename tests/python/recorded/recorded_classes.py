@@ -206,4 +206,19 @@ class Suppresses(Base):
         state["m"].add_(p.grad)
         with contextlib.suppress(RuntimeError):
             state["m"].add_(torch.ones(7, 7, 7))
+        with contextlib.suppress(RuntimeError):
+            state["m"].add_(1).fill_(torch.ones_like(p))
         p.sub_(state["m"], alpha=group["lr"])
+
+
+@kind
+class Settings(Base):
+    """Operators whose numbers depend on what is set meanwhile."""
+
+    def one(self, p, group, state):
+        tiny = p.grad * 1e-39
+        torch.set_flush_denormal(True)
+        flushed = p.grad * 1e-39
+        torch.set_flush_denormal(False)
+        p.sub_(p.grad, alpha=group["lr"])
+        state.update(tiny=tiny * 1, flushed=flushed * 1)
