@@ -116,8 +116,9 @@ class Called {
         });
         if (touched)
             tape->play();
-        each([this](const at::Tensor &tensor) {
-            tape->show(tensor);
+        each([](const at::Tensor &tensor) {
+            if (tensor.has_storage())
+                optfuse::recorded::show(storage_of(tensor.unsafeGetTensorImpl()));
             return true;
         });
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
@@ -141,7 +142,7 @@ class Called {
         c10::StorageImpl *storage = storage_of(impl);
         if (is_absent(storage))
             return data_ptr_of(storage).get_context() == tape;
-        return !has_mark(impl) && is_own(storage) && !tape->is_shown(storage);
+        return !has_mark(impl) && is_own(storage) && !is_shown(storage);
     }
 
     // And more than counters, which nobody waits for.

@@ -22,6 +22,7 @@ thread_local Tape *open = nullptr;
 class Recording {
   public:
     Recording() {
+        tape.begin();
         open = &tape;
         c10::impl::tls_set_dispatch_key_included(kPendingKey, true);
     }
@@ -33,8 +34,10 @@ class Recording {
     Recording(const Recording &) = delete;
     Recording &operator=(const Recording &) = delete;
 
-    Tape tape;
+    static thread_local Tape tape;
 };
+
+thread_local Tape Recording::tape;
 
 // The lines run without the GIL, which some operators take.
 class GilGivenUp {

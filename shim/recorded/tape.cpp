@@ -101,11 +101,6 @@ bool Tape::touches(const c10::StorageImpl *storage) {
     return touched.find(storage) != touched.end();
 }
 
-void Tape::show(const at::Tensor &tensor) {
-    if (tensor.has_storage() && shown.insert(storage_of(tensor.unsafeGetTensorImpl())).second)
-        keeps_shown.emplace_back(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl());
-}
-
 void Tape::play() {
     if (lines.empty())
         return;
@@ -123,14 +118,14 @@ void Tape::play() {
     const WithSettings as_called(settings);
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
     run_lines(now, its, &counts);
-    if (garbage.empty())
-        garbage.swap(its);
-    else
-        garbage.insert(garbage.end(), std::make_move_iterator(its.begin()),
-                       std::make_move_iterator(its.end()));
+    for (c10::IValue &value : its)
+        if (value.isTensor() || value.isList())
+            garbage.push_back(std::move(value));
     if (lines.empty()) { // their room
         now.clear();
+        its.clear();
         lines.swap(now);
+        values.swap(its);
     }
 }
 

@@ -32,6 +32,7 @@ struct Counts {
 
 class Tape {
   public:
+    void begin() { counts = {}; } // one more step() of this thread
     bool is_empty() const { return lines.empty(); }
     // Takes n arguments from the end of the stack, and the results' place there. The values that a
     // line writes count as changed from here on.
@@ -47,12 +48,6 @@ class Tape {
     // A tensor without numbers.
     at::Tensor absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                       c10::Device device);
-    // Somebody may have this storage's address: lines never refer to it from here on.
-    void show(const at::Tensor &tensor);
-    bool is_shown(const c10::StorageImpl *storage) const {
-        return !shown.empty() && shown.find(storage) != shown.end();
-    }
-
     Counts counts = {};
     // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
     // whoever has that clears them.
@@ -69,9 +64,11 @@ class Tape {
     std::vector<c10::Storage> sealed, write_sealed;
     ska::flat_hash_set<const c10::StorageImpl *> touched; // of the first n_touched values
     size_t n_touched = 0;
-    ska::flat_hash_set<const c10::StorageImpl *> shown;
-    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> keeps_shown; // no address comes twice
 };
+
+// Somebody may have this storage's address: no line refers to it from here on, on any thread.
+void show(c10::StorageImpl *storage);
+bool is_shown(const c10::StorageImpl *storage);
 
 // That of this thread's step(), or null.
 Tape *open_tape();

@@ -21,6 +21,7 @@ class Base(Optimizer):
         super().__init__(params, {"lr": lr})
         self.n = 0
         self.seen = []
+        self.arrays = {}
 
     def __getstate__(self):
         return self.__dict__.copy()  # copies have all
@@ -138,6 +139,18 @@ class Addresses(Base):
         array += 0.25
         p.data.add_(state["v"], alpha=-group["lr"])
         p.data = p.data - state["m"] * 0.01
+
+
+@kind
+class KeepsAnAddress(Base):
+    """NumPy's view of its state, step after step."""
+
+    def one(self, p, group, state):
+        array = self.arrays[p] if p in self.arrays else state["m"].numpy()
+        self.arrays[p] = array
+        state["m"].mul_(0.5).add_(p.grad)
+        array += 0.25
+        p.sub_(state["m"], alpha=group["lr"])
 
 
 @kind
