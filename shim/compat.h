@@ -75,11 +75,28 @@ inline void set_seal(c10::StorageImpl *storage, bool sealed) {
     refresh_seal_check(storage);
 }
 
+// This seal raises only where C++ asks for an address to write to.
+template <bool c10::StorageImpl::*Flag> struct WriteSealFlag {
+    friend bool &write_seal_flag(c10::StorageImpl *storage) { return storage->*Flag; }
+};
+bool &write_seal_flag(c10::StorageImpl *storage);
+template struct WriteSealFlag<&c10::StorageImpl::throw_on_mutable_data_ptr_>;
+
+inline void set_write_seal(c10::StorageImpl *storage, bool sealed) {
+    write_seal_flag(storage) = sealed;
+    refresh_seal_check(storage);
+}
+
 inline bool is_sealed(c10::StorageImpl *storage) { return seal_flag(storage); }
 
 inline void seal(c10::StorageImpl *storage) { set_seal(storage, true); }
 
 inline void unseal(c10::StorageImpl *storage) { set_seal(storage, false); }
+
+// Its memory without the seal's check. There is no such function of a const one.
+inline c10::DataPtr &data_ptr_of(const c10::StorageImpl *storage) {
+    return const_cast<c10::StorageImpl *>(storage)->_mutable_data_ptr_no_checks();
+}
 
 // The address without the seal's check.
 inline void *address(c10::StorageImpl *storage) {

@@ -201,6 +201,22 @@ OF_API void of_shim_end_recompute(void);
  * default, or a null pointer. */
 OF_API void of_shim_seal_consumed(bool sealed);
 
+/* Calls step(*arguments, **keywords), with the GIL: a callable, a tuple, and a dict or NULL. The
+ * operators that it calls are recorded, and run together before this returns (recorded/tape.h).
+ * Returns what step() returns; NULL: Python's exception is set. */
+OF_API struct _object *of_shim_recorded_step(struct _object *step, struct _object *arguments,
+                                             struct _object *keywords);
+/* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded. */
+OF_API int of_shim_play_recorded(bool ends);
+/* From here on Tensor.data, an attribute of Python that is written in C, runs it before it gets
+ * another value. head_bytes: of an object without attributes. */
+OF_API int of_shim_watch_data(void *attribute, size_t head_bytes);
+/* Whether this thread is in it. */
+OF_API bool of_shim_is_recording(void);
+/* The counts of this thread's last one: lines; how often they were run; operators that ran at once;
+ * programs and operators that were run. */
+OF_API void of_shim_recorded_counts(int64_t counts[5]);
+
 /* A list of Python's: whether each item is exactly of one of two types; and whether all are
  * different ones and none is `without` (false where memory is short, too). */
 OF_API bool of_shim_are_of(void *list, void *type, void *other);

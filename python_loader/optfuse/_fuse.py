@@ -34,6 +34,13 @@ from optfuse._library.log import warn
 from optfuse._link import link_of
 from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
 from optfuse._own_step.untouched import says_what_ran
+from optfuse._recorded import (
+    can_record,
+    fuse_recorded,
+    is_asked,
+    is_recorded,
+    unfuse_recorded,
+)
 from optfuse._refuse import check_class, check_eager, check_group, check_params
 from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
@@ -50,6 +57,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
     strict=FLAG,
     bucket_bytes=whole("a whole number of bytes, or 0 for the default", least=0),
     products=optional(one_of(AUTO, OFF)),
+    recorded=optional(FLAG),
 )
 def fuse(
     optimizer: OptimizerT,
@@ -59,6 +67,7 @@ def fuse(
     *,
     bucket_bytes: int = 0,
     products: str | None = None,
+    recorded: bool | None = None,
     **old: Any,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
@@ -90,6 +99,9 @@ def fuse(
         numbers. It is done where a trial on this machine finds the same bits and no loss of time,
         for embeddings always (docs/promises.md). "off": no gradient is a promise. None: what the
         environment says, OPTFUSE_PRODUCTS, or else "auto".
+    recorded: an optimizer without kernels runs its own step(), whose operators are recorded and run
+        together before step() returns; this is not finished. None: what the environment says,
+        OPTFUSE_RECORDED, or else no.
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises
@@ -104,8 +116,10 @@ def fuse(
         _refuse_to_lose(mode)
         return optimizer
     give_up_unasked(optimizer)
-    if is_fused(optimizer):
+    if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
+    if is_asked(recorded) and can_record(optimizer, mode):
+        return fuse_recorded(optimizer)
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
@@ -195,7 +209,9 @@ def unfuse(optimizer: OptimizerT) -> OptimizerT:
     """Launches what is pending, also what Forward(delay=...) holds back, and makes the optimizer
     the stock one again, with its state. A gradient that backward fusion has used becomes None, once
     step() was called. Raises optfuse.Error if it is not fused."""
-    if is_fused(optimizer):  # else OPTFUSE_DISABLE=1
+    if is_recorded(optimizer):
+        unfuse_recorded(optimizer)
+    elif is_fused(optimizer):  # else OPTFUSE_DISABLE=1
         become_stock(optimizer)
     return optimizer
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from optfuse._library.bindings import FORWARD, Error
 
 LINK = "_optfuse_link"  # the attribute of a fused optimizer that holds its Link
+RECORDED = "_optfuse_recorded"  # of one whose step() is recorded: its Step
 MADE = "_optfuse_made"  # and of one that has been made and fused, but Python calls __init__() again
 
 

@@ -77,6 +77,7 @@ def reveal_all() -> None:
 
 
 def _reveal_to_compiled() -> None:
+    raw_memory.play_recorded(ends=True)
     _each_marked(Link.flush_for_compiled)
     lib.of_shim_keep_promises()
 
@@ -111,6 +112,7 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
             for link in list(links.values())
             if link.slot_of(a) is not None or link.slot_of(b) is not None
         ]
+        raw_memory.play_recorded()
         for link in concerned:
             link.flush()
             if link.mode == BACKWARD:

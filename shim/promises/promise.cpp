@@ -38,13 +38,9 @@ Promises &promises() {
     return *all;
 }
 
-c10::DataPtr &memory_of(const c10::StorageImpl *storage) {
-    return const_cast<c10::StorageImpl *>(storage)->_mutable_data_ptr_no_checks();
-}
-
 // With the lock.
 Promise *promise_of(const c10::StorageImpl *storage) {
-    return is_promise(storage) ? static_cast<Promise *>(memory_of(storage).get_context()) : nullptr;
+    return is_promise(storage) ? static_cast<Promise *>(data_ptr_of(storage).get_context()) : nullptr;
 }
 
 // The product of an update that is being launched, and whose it is.
@@ -115,7 +111,7 @@ const void *begin(const void *key, const void **grad) {
     Launched found = launched_of(storage);
     if (found.product)
         return new Launched(std::move(found));
-    *grad = memory_of(storage).get();
+    *grad = data_ptr_of(storage).get();
     return nullptr;
 }
 
@@ -150,7 +146,7 @@ const of_product_host product_host = {sizeof(of_product_host), begin, rows, end}
 std::atomic<bool> any_promise_made = false;
 
 bool has_promise(const c10::StorageImpl *storage) {
-    return memory_of(storage).get_deleter() == free_promise;
+    return data_ptr_of(storage).get_deleter() == free_promise;
 }
 
 at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer) {

@@ -66,6 +66,8 @@ typedef struct _object of_object;
     X("PyBool_FromLong", of_object *(*boolean)(long value))                                        \
     X("PyErr_Occurred", of_object *(*raised)(void)/* borrowed */)                                  \
     X("PyErr_SetString", void (*raise)(of_object * type, const char *text))                        \
+    X("PyGC_Disable", int (*pause_gc)(void) /* whether it was on */)                               \
+    X("PyGC_Enable", int (*resume_gc)(void))                                                       \
     X("PyErr_NoMemory", of_object *(*no_memory)(void) /* NULL */)                                  \
     X("PyExc_Exception", of_object **exception)                                                    \
     X("PyExc_KeyboardInterrupt", of_object **interrupt)                                            \

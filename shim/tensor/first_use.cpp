@@ -23,6 +23,7 @@
 #include "promises/promise.h"
 #include "python/callback.h"
 #include "python/gil.h"
+#include "recorded/record.h"
 #include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/memory.h"
@@ -73,6 +74,10 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     if (!has_mark(impl) || !impl->has_storage())
         return Answer::PASS;
+    if (recorded::is_absent_elsewhere(storage_of(impl)))
+        fail(std::string("optfuse: ") + op +
+             " uses a tensor that a step() on another thread has made and not computed yet; read it "
+             "on that thread before, by item() or numpy()");
     if (is_consumed(impl))
         return answer_consumed(op, impl, is_target);
     if (is_no_look(op, impl))
@@ -131,7 +136,9 @@ void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit
 }
 
 void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-    if (!replay_answers(op, keys, stack, pass_on))
+    if (recorded::Tape *tape = recorded::open_tape())
+        recorded::record(tape, op, keys, stack, pass_on);
+    else if (!replay_answers(op, keys, stack, pass_on))
         pass_on(op, keys, stack);
 }
 

@@ -113,6 +113,8 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_inputs_are_profiled": (_Bool, []),
     "of_shim_begin_recompute": (ctypes.c_int, [_Plans, _Size]),
     "of_shim_end_recompute": (None, []),
+    "of_shim_is_recording": (_Bool, []),
+    "of_shim_recorded_counts": (None, [ctypes.POINTER(ctypes.c_int64)]),
     "of_shim_seal_consumed": (None, [_Bool]),
 }
 _WITH_GIL: _Prototypes = {
@@ -127,6 +129,9 @@ _WITH_GIL: _Prototypes = {
     "of_shim_ledger_same_state": (_Bool, [_Plan, _Object, _Bool]),
     "of_shim_ledger_know_state": (None, [_Plan, _Object, _Bool]),
     "of_shim_ledger_note_entry": (None, [_Plan, _Size, _Bool]),
+    "of_shim_recorded_step": (_Object, [_Object, _Object, _Object]),
+    "of_shim_play_recorded": (_Int, [_Bool]),
+    "of_shim_watch_data": (_Int, [_Object, _Size]),
     "of_shim_are_of": (_Bool, [_Object, _Object, _Object]),
     "of_shim_are_once": (_Bool, [_Object, _Object]),
     "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),

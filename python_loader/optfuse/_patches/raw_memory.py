@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from optfuse._library.bindings import Error, guard
+from optfuse._library.bindings import OK, Error, check, guard, lib, lib_with_gil, message
 from optfuse._patches.replacing import call_before, call_first, replace
 
 _KEY = "TESTING_ONLY_GenericWrapper"
@@ -24,6 +24,7 @@ _IN_C = {
     Tensor: ("data_ptr", "const_data_ptr", "apply_", "map_", "map2_"),
     torch._C: ("_data_address", "_is_cow_tensor"),
 }
+_DATA = torch._C.TensorBase.data
 _EXPORTS = ("_to_dlpack", "_to_dlpack_versioned")  # of torch._C
 #: torch.compile asks for storages to tell aliases apart, and reads none.
 _ALIASES = "torch._subclasses.meta_utils"
@@ -34,8 +35,33 @@ def _key() -> Any:
     return torch._C._parse_dispatch_key(_KEY)
 
 
+_recorded = False  # some optimizer's step() is
+
+
+def watch_recorded() -> None:
+    """A step() that is recorded is to come: its lines run before somebody has an address."""
+    global _recorded
+    if not _recorded and lib_with_gil.of_shim_watch_data(_DATA, object.__basicsize__) != OK:
+        raise Error(f"optfuse: {message()}")
+    _recorded = True
+
+
+def _is_recording() -> bool:
+    return _recorded and lib.of_shim_is_recording()  # type: ignore[no-any-return]
+
+
+def play_recorded(ends: bool = False) -> None:
+    """Runs what this thread's step() has recorded; ends: the rest of step() is not."""
+    if _is_recording():
+        check(lib_with_gil.of_shim_play_recorded(ends))
+
+
 def _is_marked(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and torch._C._dispatch_keys(tensor).has(_key())
+    """Or may be written by a step() that is recorded."""
+    if not isinstance(tensor, Tensor):
+        return False
+    is_marked: bool = torch._C._dispatch_keys(tensor).has(_key())
+    return is_marked or (_is_recording() and not _is_python(tensor))
 
 
 def _launch(op: str) -> Callable[..., None]:

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "recorded/numbered.h"
+
+#include "tensor/parallel.h"
+
+namespace optfuse::recorded {
+namespace {
+
+enum : uint64_t { kOfTensor, kOfNoTensor, kOfWrapped, kOfDouble, kOfInt, kOfBool, kOfList, kOfOther };
+
+// Exponents and factors for which there is another instruction than for others (translate.cpp).
+uint64_t class_of(double x) {
+    for (const double one : {-2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 3.0})
+        if (x == one)
+            return static_cast<uint64_t>(static_cast<int64_t>(one * 4));
+    return 1;
+}
+
+bool has_classes(const Known &k, size_t argument) {
+    return k.elementwise && ((k.name == "pow" && argument == 1) || argument == 2);
+}
+
+bool is_lone(const Entry &e) {
+    const size_t holders = e.impl->unsafe_storage().use_count();
+    const size_t users = c10::raw::intrusive_ptr::use_count(e.impl);
+    return e.is_alone && holders == 1 && users == e.seen + idle_references(*e.impl);
+}
+
+} // namespace
+
+uint32_t Numbered::find(const c10::TensorImpl *impl, uint32_t first) const {
+    for (uint32_t i = first; i != UINT32_MAX; i = entries[i].next) {
+        const Entry &e = entries[i];
+        if (e.impl == impl ||
+            (e.offset == impl->storage_offset() && e.dtype == impl->dtype().toScalarType() &&
+             equal(e.impl->sizes(), impl->sizes()) && equal(e.impl->strides(), impl->strides())))
+            return i;
+    }
+    return UINT32_MAX;
+}
+
+uint32_t Numbered::of(const at::Tensor &tensor) const {
+    const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    return find(impl, heads.find(storage_of(impl))->second);
+}
+
+void Numbered::put_new(c10::TensorImpl *impl, uint32_t head) {
+    Entry e;
+    e.impl = impl;
+    e.storage = storage_of(impl);
+    e.offset = impl->storage_offset();
+    e.numel = impl->numel();
+    e.dtype = impl->dtype().toScalarType();
+    e.is_absent = is_absent(e.storage);
+    e.storage_number = head == UINT32_MAX ? n_storages++ : entries[head].storage_number;
+    const auto number = static_cast<uint32_t>(entries.size());
+    if (head != UINT32_MAX) {
+        e.next = entries[head].next;
+        entries[head].next = number;
+        e.is_alone = entries[head].is_alone = false;
+    }
+    const auto sizes = impl->sizes(), strides = impl->strides();
+    words.push_back(static_cast<uint64_t>(e.storage_number) << 32 | sizes.size() << 16 |
+                    static_cast<uint64_t>(e.dtype) << 8 | static_cast<uint64_t>(e.is_absent) << 2 |
+                    static_cast<uint64_t>(impl->is_non_overlapping_and_dense()) << 1 |
+                    static_cast<uint64_t>(impl->is_cpu()));
+    words.push_back(static_cast<uint64_t>(e.offset));
+    words.insert(words.end(), sizes.begin(), sizes.end());
+    words.insert(words.end(), strides.begin(), strides.end());
+    entries.push_back(e);
+}
+
+void Numbered::put(const at::Tensor &tensor) {
+    if (!tensor.defined()) {
+        words.push_back(kOfNoTensor);
+        return;
+    }
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (impl->is_wrapped_number()) { // made of a number, for this line
+        words.push_back(static_cast<uint64_t>(impl->dtype().toScalarType()) << 8 | kOfWrapped);
+        return;
+    }
+    const auto next = static_cast<uint32_t>(entries.size());
+    const auto [at, is_new] = heads.emplace(storage_of(impl), next);
+    uint32_t number = is_new ? UINT32_MAX : find(impl, at->second);
+    words.push_back(static_cast<uint64_t>(number == UINT32_MAX ? next : number) << 8 | kOfTensor);
+    if (number == UINT32_MAX) {
+        put_new(impl, is_new ? UINT32_MAX : at->second);
+        number = next;
+    }
+    if (entries[number].impl == impl)
+        entries[number].seen++;
+    else
+        entries[number].is_alone = false;
+}
+
+void Numbered::put(const c10::IValue &value, bool by_class) {
+    if (value.isTensor()) {
+        put(value.toTensor());
+    } else if (value.isDouble()) {
+        words.push_back(kOfDouble);
+        if (by_class)
+            words.push_back(class_of(value.toDouble()));
+    } else if (value.isInt()) {
+        words.push_back(kOfInt);
+        if (by_class)
+            words.push_back(class_of(static_cast<double>(value.toInt())));
+    } else if (value.isList()) {
+        const auto elements = value.toListRef();
+        words.push_back(elements.size() << 8 | kOfList);
+        for (const c10::IValue &element : elements)
+            put(element, by_class);
+    } else {
+        words.push_back(value.isBool() ? static_cast<uint64_t>(value.toBool()) << 8 | kOfBool
+                                       : static_cast<uint64_t>(value.isNone()) << 8 | kOfOther);
+    }
+}
+
+void Numbered::read(const std::vector<Line> &lines, const std::vector<c10::IValue> &values) {
+    entries.clear();
+    heads.clear();
+    n_storages = 0;
+    words.assign(1, static_cast<uint64_t>(thread_count()));
+    for (const Line &line : lines) {
+        words.push_back(reinterpret_cast<uintptr_t>(&line.op.schema()));
+        for (uint32_t i = line.first; i < line.end; i++)
+            put(values[i], i < line.results && has_classes(*line.known, i - line.first));
+    }
+    for (Entry &e : entries)
+        if (e.is_absent) {
+            e.is_needed = !is_lone(e);
+            words.push_back(e.is_needed);
+        }
+}
+
+} // namespace optfuse::recorded

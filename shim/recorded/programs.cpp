@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "recorded/programs.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "error.h"
+#include "plan.h"
+#include "shim.h"
+
+namespace optfuse::recorded {
+namespace {
+
+// The kernels of a plan of no optimizer, for the life of the process.
+of_plan *kernels() {
+    static of_plan *const core = [] {
+        const char *isa = std::getenv("OPTFUSE_ISA");
+        of_shim_plan *handle = nullptr;
+        check(of_shim_plan_new("traced", OF_FORWARD, isa == nullptr ? "" : isa, 0, 1, &handle));
+        return plan_of(handle)->core;
+    }();
+    return core;
+}
+
+constexpr int64_t kTried = 203; // whole vectors of every width, and a tail
+
+// Numbers of all magnitudes, then some that operators treat apart. which: others for each operand.
+at::Tensor numbers(at::ScalarType dtype, unsigned which) {
+    at::Tensor made = at::empty({kTried}, at::TensorOptions().dtype(at::kDouble));
+    auto *x = made.mutable_data_ptr<double>();
+    uint64_t state = 0x9E3779B97F4A7C15ull * (which + 1);
+    for (int64_t i = 0; i < kTried; i++) {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        const double unit = static_cast<double>(state >> 11) * 0x1p-53;
+        const auto power = static_cast<int>(state % 24) - 16;
+        x[i] = std::ldexp(unit + 0.5, power) * ((state >> 7 & 3) == 0 ? -1.0 : 1.0);
+    }
+    constexpr double inf = std::numeric_limits<double>::infinity();
+    const double apart[] = {0.0, -0.0, inf, -inf, NAN, 1.0, -1.0, 1e-40, -3e-42, 5e-8};
+    for (size_t i = 0; i < 40; i++)
+        x[static_cast<size_t>(kTried) - 1 - i * 5] = apart[(i * (which + 1) + which) % 10];
+    return dtype == at::kBool ? made.gt(0) : made.to(dtype);
+}
+
+bool same_bits(const at::Tensor &a, const at::Tensor &b) {
+    const at::Tensor both_nan = a.isnan().logical_and(b.isnan());
+    const auto type = a.dtype().itemsize() == 2   ? at::kShort
+                      : a.dtype().itemsize() == 4 ? at::kInt
+                                                  : at::kLong;
+    return a.view(type).eq(b.view(type)).logical_or(both_nan).all().item<bool>();
+}
+
+// The line at one place, on such numbers.
+class Trial {
+  public:
+    Trial(const Line &of, uint32_t at, const std::vector<c10::IValue> &its)
+        : line(of), place(at), values(its) {}
+
+    bool run() {
+        for (uint32_t i = line.first; i < line.end; i++)
+            given.push_back(replaced(values[i]));
+        const auto n = static_cast<uint32_t>(given.size());
+        const uint32_t results = line.results - line.first;
+        const Line here{line.op, line.known, 0, results, n};
+        Numbered numbered;
+        numbered.read({here}, given);
+        const auto instructions = translate(here, 0, given, numbered);
+        if (instructions.empty() || instructions[0].dtype == at::kBool)
+            return !instructions.empty(); // of booleans alone
+        const at::Tensor by_program = run_instructions(instructions, numbered);
+        torch::jit::Stack stack(given.begin(), given.begin() + results);
+        line.op.callBoxed(stack);
+        const c10::IValue &to = n > results ? stack[0] : given[0];
+        const at::Tensor by_operator = to.isTensor() ? to.toTensor() : to.toTensorList().get(0);
+        return same_bits(by_program, by_operator.to(by_program.scalar_type()));
+    }
+
+  private:
+    at::Tensor replaced(const at::Tensor &tensor) {
+        if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number())
+            return tensor;
+        at::Tensor &its = instead[tensor.unsafeGetTensorImpl()];
+        if (!its.defined())
+            its = numbers(tensor.scalar_type(), static_cast<unsigned>(instead.size()));
+        if (tensor.dim() == 0 && its.dim() != 0)
+            its = its[0].clone();
+        return its;
+    }
+
+    c10::IValue replaced(const c10::IValue &value) {
+        if (value.isTensor())
+            return replaced(value.toTensor());
+        if (value.isTensorList())
+            return c10::List<at::Tensor>({replaced(value.toTensorList().get(place))});
+        if (!value.isList())
+            return value;
+        c10::impl::GenericList one(value.toList().elementType());
+        one.push_back(value.toListRef()[place]);
+        return one;
+    }
+
+    // Runs them on copies, and returns the tensor that they write.
+    at::Tensor run_instructions(const std::vector<Instruction> &instructions,
+                                const Numbered &numbered) {
+        const at::ScalarType dtype = instructions[0].dtype;
+        std::map<uint32_t, at::Tensor> copies;
+        Memory memory = {};
+        std::map<uint32_t, unsigned char> places;
+        const auto place_of = [&](uint32_t number) {
+            const auto next = static_cast<unsigned char>(places.size());
+            const auto [at, is_new] = places.emplace(number, next);
+            if (is_new) {
+                for (const auto &[_, tensor] : instead)
+                    if (tensor.unsafeGetTensorImpl() == numbered.entries[number].impl)
+                        copies[number] = tensor.to(dtype, false, true);
+                memory[next] = copies.at(number).mutable_data_ptr();
+            }
+            return at->second;
+        };
+        std::vector<of_instruction> code;
+        for (const Instruction &instruction : instructions) {
+            of_instruction q = {};
+            q.operation = static_cast<unsigned char>(instruction.operation);
+            unsigned char *const from[] = {&q.a, &q.b, &q.c};
+            for (size_t i = 0; i < instruction.n_from; i++)
+                *from[i] = place_of(instruction.from[i]);
+            q.to = place_of(instruction.to);
+            q.s = instruction.s.in(given);
+            q.t = instruction.t.in(given);
+            code.push_back(q);
+        }
+        of_program program = {code.data(), code.size(), 0, 0, false};
+        if (const char *wrong = of_program_check(&program))
+            fail(std::string("optfuse: an instruction can't be run: ") + wrong);
+        run_program(&program, memory, kTried, *dtype_of(dtype));
+        return copies.at(instructions[0].to);
+    }
+
+    const Line &line;
+    const uint32_t place;
+    const std::vector<c10::IValue> &values;
+    std::vector<c10::IValue> given;
+    std::map<const c10::TensorImpl *, at::Tensor> instead;
+};
+
+} // namespace
+
+void run_program(const of_program *program, const Memory &memory, int64_t numel, of_dtype dtype) {
+    of_inputs in = {};
+    in.numel = numel;
+    in.dtype = dtype;
+    in.device = OF_CPU;
+    in.program = program;
+    in.param = memory[OF_REGISTER_PARAM];
+    in.grad = memory[OF_REGISTER_GRAD];
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        in.state[i] = memory[OF_REGISTER_STATE + i];
+    check(of_plan_run_program(kernels(), &in));
+}
+
+bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
+              const std::vector<Instruction> &made) {
+    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType>;
+    static std::mutex guards_all;
+    static auto &all = *new std::map<Key, bool>;
+    const std::lock_guard<std::mutex> lock(guards_all);
+    const Instruction &first = made[0];
+    const auto [at, is_new] = all.emplace(
+        Key{line.known, first.operation, made.size(), first.dtype, first.of_number}, false);
+    if (is_new)
+        at->second = Trial(line, place, values).run();
+    return at->second;
+}
+
+} // namespace optfuse::recorded

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "recorded/record.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "recorded/forms.h"
+
+namespace optfuse::recorded {
+namespace {
+
+using Stack = torch::jit::Stack;
+
+// Keys of a dense tensor on the CPU, and of nothing else. On a GPU operators run at once: they don't
+// wait there, and lines would lose the stream on which they are called.
+const c10::DispatchKeySet kPlain = c10::DispatchKeySet(
+    {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
+     c10::DispatchKey::AutocastCPU, kPendingKey});
+
+// Modes under which operators are more than what they compute.
+const c10::DispatchKeySet kModes =
+    c10::python_ks | c10::functorch_transforms_ks | c10::autocast_dispatch_keyset |
+    c10::DispatchKeySet(c10::DispatchKey::Tracer);
+
+// An operator that a recorded step() calls.
+class Called {
+  public:
+    Called(Tape *its, const c10::OperatorHandle &which, c10::DispatchKeySet with, Stack *on,
+           PassOn how)
+        : tape(its), op(which), keys(with), stack(on), pass_on(how), k(known(which)),
+          n(which.schema().arguments().size()) {}
+
+    void answer() {
+        if (k.way == Way::THROUGH && !(keys & kModes).has_any(kModes))
+            redispatch();
+        else if (k.way == Way::LOOK || k.is_ours)
+            show();
+        else if (k.way == Way::VIEW && !is_others())
+            run();
+        else if (k.way < Way::WRITE || is_straight() || !has_plain_tensors())
+            run_at_once();
+        else if (!record())
+            run_at_once();
+    }
+
+  private:
+    const c10::IValue *args() const { return stack->data() + stack->size() - n; }
+    c10::DispatchKeySet below() const {
+        return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey);
+    }
+    template <typename Work> bool each(const Work &work) const {
+        return each_tensor(args(), n, work);
+    }
+
+    void redispatch() { op.redispatchBoxed(below(), stack); }
+
+    // Its own operators are not recorded.
+    void run() {
+        const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
+        redispatch();
+    }
+
+    // An update that is pending, of another optimizer, a promise or the like.
+    static bool is_others(const at::Tensor &tensor) {
+        const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+        return has_mark(impl) && !(impl->has_storage() && is_absent(storage_of(impl)));
+    }
+    bool is_others() const {
+        return !each([](const at::Tensor &tensor) { return !is_others(tensor); });
+    }
+
+    // Whether lines have to run first: they read or write memory of its tensors. Counters, which
+    // have no seal against writing, it may read beside lines.
+    bool needs_lines() const {
+        if (tape->is_empty())
+            return false;
+        if (k.reads_all || torch::autograd::get_current_graph_task_id() != -1)
+            return true;
+        for (size_t i = 0; i < n; i++) {
+            const bool writes = k.writes[i] || k.way == Way::LOOK;
+            const bool is_free = each_tensor(args()[i], [&](const at::Tensor &tensor) {
+                const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+                return impl->has_storage() && !impl->is_python_dispatch() &&
+                       !is_sealed(storage_of(impl)) && !write_seal_flag(storage_of(impl)) &&
+                       !(writes && tape->touches(storage_of(impl)));
+            });
+            if (!is_free)
+                return true;
+        }
+        return false;
+    }
+
+    void run_at_once() {
+        if (!k.makes_blank && needs_lines())
+            tape->play();
+        tape->counts.at_once++;
+        const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
+        if (is_others())
+            pass_on(op, keys, stack);
+        else
+            redispatch();
+    }
+
+    // Runs an operator behind which code has the tensors' addresses.
+    void show() {
+        const bool may_write = k.is_ours;
+        bool touched = may_write && !tape->is_empty();
+        each([&](const at::Tensor &tensor) {
+            touched |= tensor.has_storage() &&
+                       tape->touches(storage_of(tensor.unsafeGetTensorImpl()));
+            return true;
+        });
+        if (touched)
+            tape->play();
+        each([](const at::Tensor &tensor) {
+            if (tensor.has_storage())
+                optfuse::recorded::show(storage_of(tensor.unsafeGetTensorImpl()));
+            return true;
+        });
+        const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
+        pass_on(op, keys, stack);
+    }
+
+    // Whether it is a part of a graph, of a backward pass or of what a mode sees.
+    bool is_straight() const {
+        if ((keys & kModes).has_any(kModes) || c10::InferenceMode::is_enabled() ||
+            torch::autograd::get_current_graph_task_id() != -1)
+            return true;
+        return c10::GradMode::is_enabled() &&
+               !each([](const at::Tensor &tensor) { return !tensor.requires_grad(); });
+    }
+
+    bool may_be_on_tape(const at::Tensor &tensor) const {
+        c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+        if ((impl->key_set().raw_repr() & ~kPlain.raw_repr()) != 0 || !impl->has_storage() ||
+            impl->is_inference())
+            return false;
+        c10::StorageImpl *storage = storage_of(impl);
+        if (is_absent(storage))
+            return data_ptr_of(storage).get_context() == tape;
+        return !has_mark(impl) && is_own(storage) && !is_shown(storage);
+    }
+
+    // And more than counters, which nobody waits for.
+    bool has_plain_tensors() const {
+        bool has_any = false, are_small = true;
+        const bool are_plain = each([&](const at::Tensor &tensor) {
+            if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+                return true;
+            has_any = true;
+            if (!may_be_on_tape(tensor))
+                return false;
+            are_small &= is_small(storage_of(tensor.unsafeGetTensorImpl()));
+            return true;
+        });
+        return are_plain && has_any && (!are_small || needs_lines());
+    }
+
+    // Operands that share some elements make some operators fail.
+    bool may_overlap() const {
+        for (size_t i = 0; i < n; i++) {
+            if (!k.writes[i] || !args()[i].isTensor())
+                continue;
+            const c10::TensorImpl *to = args()[i].toTensor().unsafeGetTensorImpl();
+            const bool are_apart = each([to](const at::Tensor &tensor) {
+                const c10::TensorImpl *other = tensor.unsafeGetTensorImpl();
+                return to == other || storage_of(to) != storage_of(other) ||
+                       (to->storage_offset() == other->storage_offset() &&
+                        equal(to->sizes(), other->sizes()) &&
+                        equal(to->strides(), other->strides()));
+            });
+            if (!are_apart)
+                return true;
+        }
+        return false;
+    }
+
+    bool record() {
+        if (k.way == Way::WRITE && may_overlap())
+            return false;
+        if (k.elementwise)
+            if (auto results = forms_by_rule(tape, k, args())) {
+                put(std::move(*results));
+                return true;
+            }
+        if (!Learned::look_up(k, args()))
+            return false;
+        if (!Learned::is_known()) {
+            learn();
+            return true;
+        }
+        if (!Learned::is_line())
+            return false;
+        put(k.way == Way::MAKE ? Learned::results(tape) : std::vector<c10::IValue>());
+        return true;
+    }
+
+    void put(std::vector<c10::IValue> &&results) {
+        tape->begin_line();
+        if (k.way == Way::WRITE)
+            tape->write(op, k, stack);
+        else
+            tape->make(op, k, stack, std::move(results));
+    }
+
+    void learn() {
+        const std::vector<c10::IValue> given(args(), args() + n);
+        run_at_once();
+        const size_t results = op.schema().returns().size();
+        Learned::learn(k, given, stack->data() + stack->size() - results, results);
+    }
+
+    Tape *const tape;
+    const c10::OperatorHandle &op;
+    const c10::DispatchKeySet keys;
+    Stack *const stack;
+    const PassOn pass_on;
+    const Known &k;
+    const size_t n;
+};
+
+} // namespace
+
+void record(Tape *tape, const c10::OperatorHandle &op, c10::DispatchKeySet keys,
+            torch::jit::Stack *stack, PassOn pass_on) {
+    Called(tape, op, keys, stack, pass_on).answer();
+}
+
+} // namespace optfuse::recorded

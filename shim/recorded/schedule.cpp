@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "recorded/schedule.h"
+
+#include <algorithm>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "error.h"
+#include "recorded/compile.h"
+#include "recorded/numbered.h"
+#include "recorded/programs.h"
+
+namespace optfuse::recorded {
+namespace {
+
+// The storage of a result that a line has promised gets the memory of what its operator has made.
+void give_memory(const at::Tensor &to, at::Tensor &&made) {
+    c10::StorageImpl *storage = storage_of(to.unsafeGetTensorImpl());
+    c10::StorageImpl *its = storage_of(made.unsafeGetTensorImpl());
+    if (made.sizes() != to.sizes() || made.dtype() != to.dtype())
+        fail("optfuse: an operator's result has another form than it had before, which is an "
+             "error of optfuse");
+    unmark(to.unsafeGetTensorImpl());
+    if (made.use_count() == 1 && made.storage().use_count() == 1 && made.storage_offset() == 0 &&
+        equal(made.strides(), to.strides()) && its->nbytes() == storage->nbytes()) {
+        storage->set_data_ptr_noswap(std::move(its->_mutable_data_ptr_no_checks()));
+        unseal(storage);
+        return;
+    }
+    storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
+    unseal(storage);
+    to.copy_(made);
+}
+
+void run_operator(const Line &line, std::vector<c10::IValue> &values) {
+    torch::jit::Stack stack;
+    for (uint32_t i = line.first; i < line.results; i++)
+        stack.push_back(std::move(values[i]));
+    line.op.callBoxed(stack);
+    for (uint32_t i = line.results, j = 0; i < line.end; i++, j++) {
+        const c10::IValue to = std::move(values[i]);
+        if (to.isTensor()) {
+            give_memory(to.toTensor(), std::move(stack[j]).toTensor());
+            continue;
+        }
+        auto made = std::move(stack[j]).toTensorList();
+        const auto targets = to.toTensorList();
+        for (size_t e = 0; e < made.size(); e++)
+            give_memory(targets.get(e), made.extract(e));
+    }
+}
+
+void run_group(const Group &group, const std::vector<Entry> &entries,
+               const std::vector<c10::IValue> &values, std::vector<of_instruction> *code) {
+    for (const uint32_t number : group.makes) {
+        const Entry &e = entries[number];
+        e.storage->set_data_ptr_noswap(e.storage->allocator()->allocate(e.storage->nbytes()));
+        unseal(e.storage);
+        unmark(e.impl);
+    }
+    if (!group.is_as_before) {
+        *code = group.code;
+        for (const Group::Patch &patch : group.patches) {
+            of_instruction &q = (*code)[patch.instruction];
+            (patch.is_second ? q.t : q.s) = patch.number.in(values);
+        }
+        code->resize(of_program_fuse(code->data(), code->size()));
+    }
+    of_program program = {code->data(), code->size(), group.reads, group.writes, false};
+    std::array<void *, OF_REGISTER_TEMPORARY> memory = {};
+    for (size_t i = 0; i < group.memory.size(); i++)
+        memory[i] = entries[group.memory[i]].memory();
+    run_program(&program, memory, group.numel, group.dtype);
+}
+
+struct KnownSchedules {
+    std::unordered_map<uint64_t, std::unique_ptr<Schedule>> made;
+    std::unordered_set<uint64_t> seen; // once, and not made yet
+    size_t words = 0;
+};
+
+constexpr size_t kMostWords = 4u << 20; // 32 MB
+
+uint64_t hash_of(const std::vector<uint64_t> &words) {
+    uint64_t h = 0x9E3779B97F4A7C15ull;
+    for (const uint64_t word : words) {
+        h = (h ^ word) * 0xD6E8FEB86659FD93ull;
+        h ^= h >> 32;
+    }
+    return h;
+}
+
+// Lines that come for the first time may never come again. Null: they have no schedule.
+const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
+                            const Numbered &numbered) {
+    static thread_local KnownSchedules known;
+    const uint64_t hash = hash_of(numbered.words);
+    const auto found = known.made.find(hash);
+    if (found != known.made.end())
+        return found->second->words == numbered.words ? found->second.get() : nullptr;
+    if (known.words > kMostWords) {
+        known.made.clear();
+        known.seen.clear();
+        known.words = 0;
+    }
+    if (known.seen.insert(hash).second) {
+        known.words++;
+        return nullptr;
+    }
+    known.words += numbered.words.size();
+    auto &made = known.made[hash];
+    made = std::make_unique<Schedule>(compile(lines, values, numbered));
+    return made.get();
+}
+
+bool is_absent(const c10::IValue &value) {
+    return !each_tensor(value, [](const at::Tensor &tensor) {
+        return !is_absent(storage_of(tensor.unsafeGetTensorImpl()));
+    });
+}
+
+void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c10::IValue> &values,
+         const Numbered &numbered, Counts *counts) {
+    std::vector<of_instruction> code;
+    for (const Step &step : schedule.steps) {
+        if (step.is_group) {
+            run_group(schedule.groups[step.number], numbered.entries, values, &code);
+            counts->groups++;
+        } else {
+            run_operator(lines[step.number], values);
+            counts->calls++;
+        }
+        for (const uint32_t done : step.done)
+            for (uint32_t i = lines[done].first; i < lines[done].end; i++)
+                if (!is_absent(values[i]))
+                    values[i] = c10::IValue();
+    }
+}
+
+// Results that will never be made are no part of the tape any more, and have no address.
+void give_up(const std::vector<c10::IValue> &values) {
+    each_tensor(values.data(), values.size(), [](const at::Tensor &tensor) {
+        c10::StorageImpl *storage =
+            tensor.has_storage() ? storage_of(tensor.unsafeGetTensorImpl()) : nullptr;
+        if (storage != nullptr && is_absent(storage))
+            storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+        return true;
+    });
+}
+
+} // namespace
+
+void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
+               Counts *counts) {
+    try {
+        static thread_local Numbered numbered; // its room
+        numbered.read(lines, values);
+        if (const Schedule *schedule = schedule_of(lines, values, numbered)) {
+            run(*schedule, lines, values, numbered, counts);
+            return;
+        }
+        for (const Line &line : lines)
+            run_operator(line, values);
+        counts->calls += static_cast<int64_t>(lines.size());
+    } catch (...) {
+        give_up(values);
+        throw;
+    }
+}
+
+} // namespace optfuse::recorded

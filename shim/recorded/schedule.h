@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// schedule.h: how lines run: elementwise ones on the same tensors as a program of ours (kernels/program.h),
+// others as PyTorch's operators, in an order in which nothing is read too early or too late. A
+// schedule is made once for the same lines, by which numbers they may differ.
+#pragma once
+
+#include <vector>
+
+#include "recorded/tape.h"
+
+namespace optfuse::recorded {
+
+// Runs them all, and clears the values but for tensors that never got memory. After an exception what a line that has not run would have
+// made stays without memory, and sealed.
+void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
+               Counts *counts);
+
+} // namespace optfuse::recorded

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "recorded/tape.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorIterator.h>
+
+#include <utility>
+
+#include "recorded/schedule.h"
+#include "tensor/plain_mode.h"
+
+namespace optfuse::recorded {
+
+void forget_absent(void *) {}
+
+at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                        c10::Device device) {
+    const size_t bytes =
+        at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype));
+    auto storage = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), bytes,
+        c10::DataPtr(nullptr, this, forget_absent, device), c10::GetAllocator(device.type()), true);
+    seal(storage.get());
+    const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(storage)), keys, c10::scalarTypeToTypeMeta(dtype));
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+    mark(made.unsafeGetTensorImpl()); // for other threads
+    return made;
+}
+
+void Tape::begin_line() {
+    const Settings now;
+    if (!lines.empty() && !(now == settings))
+        play();
+    settings = now;
+}
+
+void Tape::seal_written(const at::Tensor &tensor) {
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    impl->bump_version();
+    if (is_sealed(storage_of(impl)))
+        return;
+    seal(storage_of(impl));
+    sealed.push_back(impl->unsafe_storage());
+}
+
+void Tape::seal_read(const at::Tensor &tensor) {
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    c10::StorageImpl *storage = storage_of(impl);
+    if (is_small(storage) || is_sealed(storage) || write_seal_flag(storage))
+        return;
+    set_write_seal(storage, true);
+    write_sealed.push_back(impl->unsafe_storage());
+}
+
+uint32_t Tape::take_arguments(const Known &k, torch::jit::Stack *stack) {
+    const auto first = static_cast<uint32_t>(values.size());
+    const auto from = stack->end() - static_cast<std::ptrdiff_t>(k.n);
+    values.insert(values.end(), std::make_move_iterator(from), std::make_move_iterator(stack->end()));
+    stack->resize(stack->size() - k.n);
+    counts.lines++;
+    each_tensor(&values[first], k.n, [this](const at::Tensor &tensor) {
+        seal_read(tensor);
+        return true;
+    });
+    return first;
+}
+
+void Tape::write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack) {
+    const uint32_t first = take_arguments(k, stack);
+    for (size_t i = 0; i < k.n; i++)
+        if (k.writes[i])
+            each_tensor(values[first + i], [this](const at::Tensor &tensor) {
+                seal_written(tensor);
+                return true;
+            });
+    for (const size_t i : k.returned)
+        stack->push_back(values[first + i]);
+    const auto end = static_cast<uint32_t>(values.size());
+    lines.push_back({op, &k, first, end, end});
+}
+
+void Tape::make(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
+                std::vector<c10::IValue> &&results) {
+    const uint32_t first = take_arguments(k, stack);
+    const auto middle = static_cast<uint32_t>(values.size());
+    for (c10::IValue &result : results) {
+        values.push_back(result);
+        stack->push_back(std::move(result));
+    }
+    lines.push_back({op, &k, first, middle, static_cast<uint32_t>(values.size())});
+}
+
+bool Tape::touches(const c10::StorageImpl *storage) {
+    for (; n_touched < values.size(); n_touched++)
+        each_tensor(values[n_touched], [this](const at::Tensor &tensor) {
+            touched.insert(storage_of(tensor.unsafeGetTensorImpl()));
+            return true;
+        });
+    return touched.find(storage) != touched.end();
+}
+
+void Tape::play() {
+    if (lines.empty())
+        return;
+    counts.plays++;
+    std::vector<Line> now = std::exchange(lines, {});
+    std::vector<c10::IValue> its = std::exchange(values, {});
+    touched.clear();
+    n_touched = 0;
+    for (const c10::Storage &storage : std::exchange(sealed, {}))
+        unseal(storage.unsafeGetStorageImpl());
+    for (const c10::Storage &storage : std::exchange(write_sealed, {}))
+        set_write_seal(storage.unsafeGetStorageImpl(), false);
+    // Versions were counted when the lines were written.
+    const PlainMode plain;
+    const WithSettings as_called(settings);
+    const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
+    run_lines(now, its, &counts);
+    for (c10::IValue &value : its)
+        if (value.isTensor() || value.isList())
+            garbage.push_back(std::move(value));
+    if (lines.empty()) { // their room
+        now.clear();
+        its.clear();
+        lines.swap(now);
+        values.swap(its);
+    }
+}
+
+} // namespace optfuse::recorded

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// tape.h: the lines of a step() that is recorded, in their order. A line is an operator with its
+// arguments; what it makes are real tensors whose numbers are absent: their storages have no memory
+// until the line runs. A storage that a line writes is sealed until then, and one that a line reads
+// against writing, so that nobody comes between past the dispatcher.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "compat.h"
+#include "recorded/known.h"
+#include "recorded/settings.h"
+#include "tensor/memory.h"
+
+namespace optfuse::recorded {
+
+struct Line {
+    c10::OperatorHandle op;
+    const Known *known;
+    uint32_t first, results, end; // among the tape's values: its arguments, what it makes
+};
+
+// Lines, and how they ran, in one step().
+struct Counts {
+    int64_t lines, plays, at_once, groups, calls;
+};
+
+class Tape {
+  public:
+    void begin() { counts = {}; } // one more step() of this thread
+    bool is_empty() const { return lines.empty(); }
+    // Takes n arguments from the end of the stack, and the results' place there. The values that a
+    // line writes count as changed from here on.
+    void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack);
+    void make(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
+              std::vector<c10::IValue> &&results);
+    // Lines that come now have the present settings.
+    void begin_line();
+    // Whether a line reads or writes this storage.
+    bool touches(const c10::StorageImpl *storage);
+    // Runs the lines. An exception leaves the rest undone, as it would have in step().
+    void play();
+    // A tensor without numbers.
+    at::Tensor absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                      c10::Device device);
+    Counts counts = {};
+    // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
+    // whoever has that clears them.
+    std::vector<c10::IValue> garbage;
+
+  private:
+    void seal_written(const at::Tensor &tensor);
+    void seal_read(const at::Tensor &tensor);
+    uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
+
+    Settings settings; // of all lines
+    std::vector<Line> lines;
+    std::vector<c10::IValue> values;
+    std::vector<c10::Storage> sealed, write_sealed;
+    ska::flat_hash_set<const c10::StorageImpl *> touched; // of the first n_touched values
+    size_t n_touched = 0;
+};
+
+// Somebody may have this storage's address: no line refers to it from here on, on any thread.
+void show(c10::StorageImpl *storage);
+bool is_shown(const c10::StorageImpl *storage);
+
+// That of this thread's step(), or null.
+Tape *open_tape();
+
+// The deleter of memory that a line will make; its context is the tape.
+void forget_absent(void *);
+
+inline bool is_absent(const c10::StorageImpl *storage) {
+    return data_ptr_of(storage).get_deleter() == forget_absent;
+}
+// Whether the tensor's numbers are absent, on the tape of another thread.
+inline bool is_absent_elsewhere(const c10::StorageImpl *storage) {
+    return is_absent(storage) && data_ptr_of(storage).get_context() != open_tape();
+}
+
+// Calls work(tensor) for each defined tensor among the values, until it returns false.
+template <typename Work> bool each_tensor(const c10::IValue &value, const Work &work) {
+    if (value.isTensor())
+        return !value.toTensor().defined() || work(value.toTensor());
+    if (value.isList())
+        for (const c10::IValue &element : value.toListRef()) {
+            if (!element.isTensor() && !element.isList() && !element.isNone())
+                return true; // numbers
+            if (!each_tensor(element, work))
+                return false;
+        }
+    return true;
+}
+// A counter or the like, which scripts may look at between lines at no cost.
+inline bool is_small(const c10::StorageImpl *storage) { return storage->nbytes() <= 8; }
+
+template <typename Work>
+bool each_tensor(const c10::IValue *values, size_t n, const Work &work) {
+    for (size_t i = 0; i < n; i++)
+        if (!each_tensor(values[i], work))
+            return false;
+    return true;
+}
+
+} // namespace optfuse::recorded

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Optimizers without kernels, one for each way in which a step() computes."""
+
+import contextlib
+
+import torch
+from torch.optim import Optimizer
+
+KINDS: dict[str, type[Optimizer]] = {}
+
+
+def kind(cls):
+    KINDS[cls.__name__] = cls
+    return cls
+
+
+class Base(Optimizer):
+    """one(p, group, its state) for each parameter"""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.n = 0
+        self.seen = []
+        self.arrays = {}
+
+    def __getstate__(self):
+        return self.__dict__.copy()  # copies have all
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.n += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
+                    state["t"] += 1
+                    self.one(p, group, state)
+        return loss
+
+
+@kind
+class Elementwise(Base):
+    def one(self, p, group, state):
+        state["m"].lerp_(p.grad, 0.1)
+        state["v"].mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+        root = (state["v"] / (1 - 0.9 ** state["t"])).sqrt_().add_(1e-8)
+        p.addcdiv_(state["m"], root, value=-group["lr"])
+
+
+@kind
+class Masks(Base):
+    """Booleans that only exist between operators, and one that stays."""
+
+    def one(self, p, group, state):
+        state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+        mask = ((state["m"] * p.grad > 0) | (p > 1)).to(p.dtype)
+        state["kept"] = p.grad.abs() > 0.5
+        update = torch.where(state["kept"], p.grad, state["m"] * mask).clamp(-0.5, 0.5)
+        p.add_(update.masked_fill(p < -2, 0.0), alpha=-group["lr"])
+
+
+@kind
+class Norms(Base):
+    """Each update is scaled by numbers that tensors have."""
+
+    def one(self, p, group, state):
+        update = p.grad / (p.grad.norm() + 1e-6)
+        trust = torch.where(p.norm() > 0, p.norm() / update.norm(), 1.0)
+        p.add_(update * trust.clamp(max=1), alpha=-group["lr"])
+
+
+@kind
+class Coupled(Base):
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+            total = torch.stack(torch._foreach_norm(grads)).norm()
+            torch._foreach_mul_(grads, 1 / (total + 1e-6))
+            super().step()
+        return loss
+
+    def one(self, p, group, state):
+        p.add_(p.grad, alpha=-group["lr"])
+
+
+@kind
+class Lists(Base):
+    """All parameters at once."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in params]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(m=torch.zeros_like(p), t=torch.tensor(0.0))
+            means = [self.state[p]["m"] for p in params]
+            times = [self.state[p]["t"] for p in params]
+            torch._foreach_add_(times, 1)
+            torch._foreach_lerp_(means, grads, 0.2)
+            roots = torch._foreach_sqrt(torch._foreach_abs(means))
+            torch._foreach_add_(roots, 1e-3)
+            torch._foreach_div_(roots, [1 + t.item() for t in times])
+            torch._foreach_addcdiv_(params, means, roots, -group["lr"] * 0.01)
+
+
+@kind
+class Looks(Base):
+    """Python decides by numbers of tensors, and keeps them."""
+
+    def one(self, p, group, state):
+        state["m"].mul_(0.5).add_(p.grad)
+        size = state["m"].abs().max()
+        if size > 1:
+            state["m"].div_(size)
+        self.seen.append((state["m"].sum().item(), state["m"].numpy().max(), p.tolist()))
+        p.sub_(state["m"], alpha=group["lr"])
+
+
+@kind
+class Addresses(Base):
+    """Memory that others write between the operators."""
+
+    def one(self, p, group, state):
+        array = state["m"].add_(p.grad).numpy()
+        array *= 0.5
+        state["v"].copy_(state["m"])
+        array += 0.25
+        p.data.add_(state["v"], alpha=-group["lr"])
+        p.data = p.data - state["m"] * 0.01
+
+
+@kind
+class KeepsAnAddress(Base):
+    """NumPy's view of its state, step after step."""
+
+    def one(self, p, group, state):
+        array = self.arrays[p] if p in self.arrays else state["m"].numpy()
+        self.arrays[p] = array
+        state["m"].mul_(0.5).add_(p.grad)
+        array += 0.25
+        p.sub_(state["m"], alpha=group["lr"])
+
+
+@kind
+class Draws(Base):
+    def one(self, p, group, state):
+        noise = torch.randn_like(p) * 0.01
+        mask = torch.empty_like(p).bernoulli_(0.9)
+        p.add_((p.grad + noise) * mask, alpha=-group["lr"])
+
+
+@kind
+class Views(Base):
+    """Tensors that share some of their elements."""
+
+    def one(self, p, group, state):
+        flat, ahead = p.view(-1), state["m"].view(-1)
+        ahead[1:].add_(p.grad.reshape(-1)[:-1], alpha=0.5)
+        ahead[:1].copy_(p.grad.reshape(-1)[:1])
+        flat[::2].sub_(ahead[::2], alpha=group["lr"])
+        flat[1::2].sub_(ahead[1::2] * 0.5, alpha=group["lr"])
+
+
+@kind
+class Gathers(Base):
+    """Gradients of steps before."""
+
+    def one(self, p, group, state):
+        state.setdefault("queue", []).append(p.grad.clone())
+        oldest = state["queue"].pop(0) if len(state["queue"]) > 2 else p.grad
+        p.add_(oldest * 0.5 + p.grad * 0.5, alpha=-group["lr"])
+
+
+@kind
+class OldStyle(Base):
+    """Without no_grad(), by .data."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad.data, alpha=-group["lr"])
+                    p.data.mul_(0.999)
+
+
+@kind
+class Inner(Base):
+    """Steps another optimizer, of a class with kernels."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.inner = torch.optim.Adam([p for g in self.param_groups for p in g["params"]], lr=0.01)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        before = [p.clone() for g in self.param_groups for p in g["params"]]
+        self.inner.step()
+        for p, old in zip((p for g in self.param_groups for p in g["params"]), before, strict=True):
+            p.lerp_(old, 0.5)
+
+
+@kind
+class Suppresses(Base):
+    """Goes on after an error."""
+
+    def one(self, p, group, state):
+        state["m"].add_(p.grad)
+        with contextlib.suppress(RuntimeError):
+            state["m"].add_(torch.ones(7, 7, 7))
+        with contextlib.suppress(RuntimeError):
+            state["m"].add_(1).fill_(torch.ones_like(p))
+        p.sub_(state["m"], alpha=group["lr"])
+
+
+@kind
+class Settings(Base):
+    """Operators whose numbers depend on what is set meanwhile."""
+
+    def one(self, p, group, state):
+        tiny = p.grad * 1e-39
+        torch.set_flush_denormal(True)
+        flushed = p.grad * 1e-39
+        torch.set_flush_denormal(False)
+        p.sub_(p.grad, alpha=group["lr"])
+        state.update(tiny=tiny * 1, flushed=flushed * 1)
