@@ -370,6 +370,12 @@ PRIVATE = (
         "seals a storage: an address that is asked for past the dispatcher is refused",
         _BUILD + "; tests/python/installation/test_patches.py, if a seal has no effect",
     ),
+    Private(
+        "throw_on_mutable_data_ptr_",
+        "compat.h",
+        "seals what a recorded step() reads: an address to write to is refused",
+        _BUILD + "; tests/python/recorded, where a write past the dispatcher must be refused",
+    ),
     Private("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
     Private(
         "autograd_meta_",
