@@ -6,6 +6,7 @@
 #include "promises/operators.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -119,6 +120,7 @@ thread_local Asked asked_here;
 
 bool is_asked_now() {
     return asked_here.layer && !at::GradMode::is_enabled() &&
+           !c10::impl::TorchDispatchModeTLS::any_modes_set() && // of a saved tensor's hook
            torch::autograd::get_current_node().get() == asked_here.node;
 }
 
@@ -157,7 +159,9 @@ struct AskForPromise final : torch::autograd::FunctionPreHook {
         asked_here = {}; // of a node that has failed
         const at::Tensor *parameter =
             at::GradMode::is_enabled() ? nullptr : receiver(node->next_edge(weight).function.get());
+        // An alias would not say of dY that it needs a gradient.
         if (parameter == nullptr || grads.size() != 1 || !grads[0].defined() ||
+            grads[0].requires_grad() ||
             !layer->may_promise(grads[0], is_a<EmbeddingBackward0>(node)))
             return grads;
         at::Tensor marked = marked_alias(grads[0]);
