@@ -372,6 +372,12 @@ PRIVATE = (
         "seals a storage: an address that is asked for past the dispatcher is refused",
         _BUILD + "; tests/python/installation/test_patches.py, if a seal has no effect",
     ),
+    Private(
+        "throw_on_mutable_data_ptr_",
+        "compat.h",
+        "seals a storage that a recorded line reads against writing past the dispatcher",
+        _BUILD,
+    ),
     Private("refresh_has_data_ptr_check", "compat.h", "makes a changed seal count", _BUILD),
     Private(
         "autograd_meta_",
