@@ -112,7 +112,7 @@ of_object *call_recorded(of_object *step, of_object *arguments, of_object *keywo
                 failed = of_error_message();
         }
         last = recording.tape.counts;
-        recording.tape.garbage.clear();
+        Recording::tape.drop_garbage();
     }
     if (type == nullptr && !failed.empty()) {
         of_interpreter.drop(result);

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "python/interpreter.h"
 #include "recorded/schedule.h"
 #include "tensor/plain_mode.h"
 
@@ -29,10 +30,21 @@ at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
     return made;
 }
 
+// Longer tapes would leave the processor's caches.
+constexpr size_t kMostLines = 512;
+
+void Tape::drop_garbage() {
+    const int state = of_interpreter.take_gil();
+    garbage.clear();
+    of_interpreter.give_gil(state);
+}
+
 void Tape::begin_line() {
     const Settings now;
-    if (!lines.empty() && !(now == settings))
+    if (lines.size() >= kMostLines || (!lines.empty() && !(now == settings)))
         play();
+    if (garbage.size() >= kMostLines)
+        drop_garbage();
     settings = now;
 }
 

@@ -52,6 +52,7 @@ class Tape {
     // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
     // whoever has that clears them.
     std::vector<c10::IValue> garbage;
+    void drop_garbage(); // takes it
 
   private:
     void seal_written(const at::Tensor &tensor);
