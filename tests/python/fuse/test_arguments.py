@@ -104,6 +104,7 @@ WRONG = {
         "strict": NO_FLAG,
         "bucket_bytes": (*NO_COUNT, -1, 1.5, 2**70),
         "products": ("on", "force", True, 1, ["auto"]),
+        "recorded": (1, "yes", [True]),
     },
     "Forward": {
         "max_grad_norm": (*NO_NUMBER[1:], -1, -0.5, -math.inf, "inf"),
