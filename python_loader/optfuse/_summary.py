@@ -18,7 +18,7 @@ from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
 from optfuse._link import Link, link_of
-from optfuse._options import is_fused
+from optfuse._options import RECORDED, is_fused
 from optfuse._rules import Group, Rule
 from optfuse._trials import products
 
@@ -256,6 +256,8 @@ def explain(optimizer: Optimizer) -> str:
     and of each layer whose gradient may be a promise what became of it. Raises optfuse.Error if the
     optimizer is not fused."""
     name = type(optimizer).__name__
+    if RECORDED in optimizer.__dict__:
+        return f"{name}: its own step(), whose operators are recorded and run together at its end"
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)

@@ -257,6 +257,7 @@ def test_fuse_runs_none_of_the_classs_code_and_leaves_its_type():
     optfuse.fuse(optimizer, recorded=True)
     assert Counts.calls == 0
     assert type(optimizer) is Counts
+    assert "recorded" in optfuse.explain(optimizer)
     with pytest.raises(optfuse.Error, match="already fused"):
         optfuse.fuse(optimizer, recorded=True)
 
