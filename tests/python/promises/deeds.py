@@ -368,6 +368,12 @@ def other_layer(place):
     return layer, optimizer
 
 
+def root_needs_gradient(place):
+    y = place.model.second(place.x)
+    node_of(y).register_prehook(lambda got: place.seen.append(got[0].requires_grad))
+    y.backward(torch.ones_like(y).requires_grad_())
+
+
 def root_is(prepare):
     """dY is a tensor whose numbers are absent, or late."""
 
@@ -449,6 +455,7 @@ PASSES = {
     "inputs first": inputs_first,
     "some inputs": some_inputs,
     "two models": shared,
+    "root that needs one of its own": root_needs_gradient,
     **{
         f"{place} {name}": deed(prepare)
         for place, deed in {
