@@ -57,7 +57,7 @@ bool has_forward_gradient(const at::Tensor &t) {
     return t.defined() && t._fw_grad(0).defined();
 }
 
-// An update inside backward may change a parameter that a dW still has to read.
+// An update inside backward may change a parameter that a dW of ours still has to read.
 bool is_updated_in_backward(const at::Tensor &x) {
     const at::Tensor root = x.is_view() ? at::Tensor(x._base()) : x;
     return root.requires_grad() && root.is_leaf() &&
@@ -89,13 +89,15 @@ Known known_by(const at::Tensor &weight);
 
 // The layer whose tasks are to stand behind y = f(x), if it is known; else stock's node does.
 Known tapped(const at::Tensor &x, const at::Tensor &w, const at::Tensor &bias) {
-    if (!at::GradMode::is_enabled() || !w.requires_grad() || is_updated_in_backward(x) ||
-        is_traced())
+    if (!at::GradMode::is_enabled() || !w.requires_grad() || is_traced())
         return {};
     for (const at::Tensor &t : {x, w, bias})
         if (!is_plain(t) || has_forward_gradient(t))
             return {};
-    return known_by(w);
+    Known known = known_by(w);
+    if (is_updated_in_backward(x)) // stock's node computes dW with dX, before the update
+        return {nullptr, nullptr, nullptr, std::move(known.promising)};
+    return known;
 }
 
 // Asks those who know the layer; none may be left. y has so many elements.

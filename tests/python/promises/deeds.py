@@ -368,6 +368,15 @@ def other_layer(place):
     return layer, optimizer
 
 
+def trained_input(place):
+    """A parameter of an optimizer of its own, which may update it inside backward."""
+    x = nn.Parameter(place.x.detach().clone())
+    optimizer = place.wrap(adamw([x]))
+    place.model(x).square().mean().backward()
+    optimizer.step()
+    place.note([x])
+
+
 def root_needs_gradient(place):
     y = place.model.second(place.x)
     node_of(y).register_prehook(lambda got: place.seen.append(got[0].requires_grad))
@@ -455,6 +464,7 @@ PASSES = {
     "inputs first": inputs_first,
     "some inputs": some_inputs,
     "two models": shared,
+    "trained input": trained_input,
     "root that needs one of its own": root_needs_gradient,
     **{
         f"{place} {name}": deed(prepare)
