@@ -64,6 +64,48 @@ std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts)
     return anchors;
 }
 
+void know_params(const Plan &plan, Tape *tape) {
+    tape->params.clear();
+    for (const Slot *slot : plan.slots)
+        tape->params.insert(storage_of(slot->param));
+}
+
+using Uses = ska::flat_hash_map<c10::TensorImpl *, size_t>;
+
+Uses uses_in(const std::vector<c10::IValue> &values) {
+    Uses uses;
+    each_tensor(values.data(), values.size(), [&uses](const at::Tensor &tensor) {
+        uses[tensor.unsafeGetTensorImpl()]++;
+        return true;
+    });
+    return uses;
+}
+
+// How many tensors but `its` use its memory; or kHeld, if somebody but those values holds one of them.
+constexpr size_t kHeld = SIZE_MAX;
+
+size_t aliases_of(const c10::TensorImpl *its, const Uses &uses) {
+    size_t n_aliases = 0;
+    for (const auto &[impl, n] : uses) {
+        if (impl == its || !impl->has_storage() || storage_of(impl) != storage_of(its))
+            continue;
+        n_aliases++;
+        if (c10::raw::intrusive_ptr::use_count(impl) != n + idle_references(*impl))
+            return kHeld;
+    }
+    return n_aliases;
+}
+
+// Whether somebody has an alias of the gradient behind step(). (The loader asks for the gradient itself.)
+bool is_kept(const at::Tensor &gradient, const Uses &uses) {
+    const size_t known = aliases_of(gradient.unsafeGetTensorImpl(), uses);
+    const c10::Storage &storage = gradient.storage();
+    return known == kHeld ||
+           storage.use_count() > 1 + known + idle_references(*storage.unsafeGetStorageImpl());
+}
+
+constexpr const char *kKeeps = "keeps a gradient";
+
 // The versions count what the lines of a part write.
 void count_versions(const Part &part) {
     for (const Line &line : part.lines)
@@ -79,7 +121,8 @@ void count_versions(const Part &part) {
 
 } // namespace
 
-void Ahead::begin_watched(const Plan &plan) {
+void Ahead::begin_watched(const Plan &plan, Tape *its) {
+    know_params(plan, its);
     gradients.assign(plan.slots.size(), {});
     why.clear();
     is_known = true;
@@ -103,6 +146,12 @@ void Ahead::end_watched(const Plan &plan, const Tape &its) {
         why = share_out(its.lines_now(), its.values_now(), anchors_of(plan, nullptr), nullptr);
 }
 
+void Ahead::look_for_kept(const Plan &plan) {
+    for (const Slot *slot : plan.slots)
+        if (why.empty() && slot->param->grad().defined() && is_kept(slot->param->grad(), {}))
+            why = kKeeps;
+}
+
 bool Ahead::can_begin(const Plan &plan) const {
     if (has_begun() || !is_known || !why.empty() || gradients.size() != plan.slots.size() ||
         open_tape() != nullptr)
@@ -119,6 +168,7 @@ bool Ahead::can_begin(const Plan &plan) const {
 
 std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
     its_tape = std::make_unique<Tape>();
+    know_params(plan, its_tape.get());
     parts = std::vector<Part>(plan.slots.size());
     std::vector<at::Tensor> made(parts.size());
     for (size_t i = 0; i < parts.size(); i++)
@@ -134,8 +184,13 @@ void Ahead::end_step(const Plan &plan) {
     const std::vector<Anchor> anchors = anchors_of(plan, &parts);
     its_tape->take_lines(&lines, &values, &settings);
     const std::string reason = share_out(lines, values, anchors, &parts);
+    lines.clear();
+    values.clear();
     if (!reason.empty())
         its_tape->meets(reason);
+    for (const Part &part : parts)
+        if (part.stand_in.defined() && is_kept(part.stand_in, uses_in(part.values)))
+            its_tape->meets(kKeeps);
 }
 
 bool Ahead::owns(size_t slot) const {
@@ -143,26 +198,15 @@ bool Ahead::owns(size_t slot) const {
 }
 
 bool Ahead::knows_all_users(const Slot &slot) const {
-    ska::flat_hash_map<c10::TensorImpl *, size_t> uses;
-    const Part &part = parts[slot.index];
-    each_tensor(part.values.data(), part.values.size(), [&uses](const at::Tensor &tensor) {
-        uses[tensor.unsafeGetTensorImpl()]++;
-        return true;
-    });
-    size_t aliases = slot.aliases.size();
-    for (const auto &[impl, n] : uses) {
-        if (impl == slot.param || !impl->has_storage() || storage_of(impl) != storage_of(slot.param))
-            continue;
-        aliases++;
-        if (c10::raw::intrusive_ptr::use_count(impl) != n + idle_references(*impl))
-            return false;
-    }
+    const Uses uses = uses_in(parts[slot.index].values);
+    const size_t aliases = aliases_of(slot.param, uses);
     constexpr size_t kOwn = 2; // the entry's and the slot's
     const auto is_shared = [&uses](const at::Tensor &state) {
         const auto found = uses.find(state.unsafeGetTensorImpl());
         return state.use_count() > kOwn + (found == uses.end() ? 0 : found->second);
     };
-    return is_private(storage_of(slot.param), aliases) &&
+    return aliases != kHeld &&
+           is_private(storage_of(slot.param), slot.aliases.size() + aliases) &&
            std::none_of(slot.own.begin(), slot.own.end(), is_shared);
 }
 

@@ -45,9 +45,10 @@ struct Gradient {
 // lock.
 class Ahead {
   public:
-    // Around a step() that runs as ever, WATCHED: before it is called, and before its lines run.
-    void begin_watched(const Plan &plan);
+    // Around a step() that runs as ever, WATCHED: before it is called, before its lines run, and after.
+    void begin_watched(const Plan &plan, Tape *its);
     void end_watched(const Plan &plan, const Tape &its);
+    void look_for_kept(const Plan &plan);
 
     // Whether the next step() can run at the beginning of this backward pass: the last one could have,
     // and the pass brings gradients to the same parameters.

@@ -182,13 +182,15 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
         return of_interpreter.call_with(step, arguments, keywords);
     Ahead *const ahead = handle == nullptr ? nullptr : ahead_of(handle);
     if (ahead != nullptr)
-        ahead->begin_watched(*optfuse::plan_of(handle));
+        ahead->begin_watched(*optfuse::plan_of(handle), &tape_here);
     const auto kind = ahead == nullptr ? Tape::Kind::PLAIN : Tape::Kind::WATCHED;
     // Operators before an exception have run, as in stock.
     return call_recorded(&tape_here, kind, step, arguments, keywords, [&](bool) {
         if (ahead != nullptr)
             ahead->end_watched(*optfuse::plan_of(handle), tape_here);
         tape_here.play();
+        if (ahead != nullptr)
+            ahead->look_for_kept(*optfuse::plan_of(handle));
     });
 }
 
@@ -268,6 +270,10 @@ void put_back(int64_t address, at::TensorList tensors) {
 
 void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
 
+void leave_to_step(int64_t address, std::string why) {
+    plan_at(address).ahead->why = std::move(why);
+}
+
 std::string why_not_ahead(int64_t address) {
     const Plan &plan = plan_at(address);
     return plan.ahead ? plan.ahead->why : "";
@@ -282,5 +288,6 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("unexpected(int plan) -> int[]", unexpected);
     m.def("put_back(int plan, Tensor[] tensors) -> ()", put_back);
     m.def("end_ahead(int plan) -> ()", end_ahead);
+    m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
     m.def("why_not_ahead(int plan) -> str", why_not_ahead);
 }

@@ -6,8 +6,10 @@ backward pass, if it can, and what it records of a parameter runs when that one'
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,6 +45,23 @@ _CALLED = (
     "optfuse: step() got {}, but backward fusion has called it already, without, at the first "
     f"gradient; {_FORWARD}"
 )
+_KEEPS = "keeps a gradient"
+_KEPT = (
+    f"optfuse: this step() {_KEEPS}, which the steps before did not; backward fusion has called it "
+    f"before all gradients are there. Nothing was updated; {_FORWARD}"
+)
+
+
+def _count_references() -> tuple[int, int]:
+    """Of a gradient that only its parameter has, and of one that is in a list, too."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    alone = sys.getrefcount(param.grad)
+    tensors = [param.grad]
+    return alone, sys.getrefcount(tensors[0])
+
+
+_ALONE, _IN_A_LIST = _count_references()
 
 
 @dataclass(frozen=True)
@@ -97,7 +116,8 @@ class Recorded(Updater):
             entry = self._run.entry_before(slots.params[slot])
         values = entry.values() if isinstance(entry, dict) else ()
         tensors = tuple(value for value in values if isinstance(value, Tensor))
-        if slots.states[slot] != tensors:
+        known = slots.states[slot]
+        if known is None or len(known) != len(tensors) or not all(map(is_, known, tensors)):
             torch.ops.optfuse.set_state(slots.plan, slot, tensors, None, False)
             slots.states[slot] = tensors
         return flushed
@@ -133,6 +153,9 @@ class Recorded(Updater):
             self._result = lib_with_gil.of_shim_recorded_step(
                 self._plan, self._stock.step, (optimizer, *args), kwargs
             )
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(sys.getrefcount(p.grad) > _ALONE for p in params if p.grad is not None):
+            torch.ops.optfuse.leave_to_step(self._plan, _KEEPS)
 
     def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         if done and self._run is not None:
@@ -157,12 +180,16 @@ class Recorded(Updater):
         if not gradients:
             return False
         self._run = run = Run(optimizer)
-        given = [(p, g) for p, g in zip(slots.params, gradients, strict=True) if g is not None]
+        params = [p for p, g in zip(slots.params, gradients, strict=True) if g is not None]
+        gradients = [g for g in gradients if g is not None]
         try:
             with _as_stock(optimizer, self._stock):
                 run.result = lib_with_gil.of_shim_step_ahead(
-                    *(self._plan, self._stock.step, (optimizer,)), *map(list, zip(*given))
+                    *(self._plan, self._stock.step, (optimizer,)), *(params, gradients)
                 )
+            for i in range(len(gradients)):
+                if sys.getrefcount(gradients[i]) > _IN_A_LIST:
+                    raise Error(_KEPT)
         except BaseException:
             run.put_back(optimizer, self._plan)
             self._end()
