@@ -94,14 +94,14 @@ class _Fused:
                 "optfuse.unfuse(optimizer) first"
             )
         stock = link_of(self).stock  # type: ignore[arg-type]
-        return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (stock, object, None), _state_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self = unwrapped(self)  # type: ignore[type-var]
         link = link_of(self)  # type: ignore[arg-type]
         twin = link.stock.__new__(link.stock)
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        twin.__setstate__(copy.deepcopy(_state_of(self), memo))
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
@@ -110,6 +110,14 @@ class _Fused:
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
+
+
+def _state_of(optimizer: Any) -> Any:
+    """What a copy is made of. A class may give all attributes away."""
+    found = optimizer.__getstate__()
+    if isinstance(found, dict) and LINK in found:
+        return {k: v for k, v in found.items() if k not in (LINK, _AMP)}
+    return found
 
 
 def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
