@@ -111,18 +111,24 @@ Way way_of(Known *k, const c10::OperatorHandle &op, const std::string &name) {
         return Way::AT_ONCE;
     if (!writes && is_view(schema, name))
         return Way::VIEW;
-    if (schema.overload_name().find("out") != std::string::npos) // may change the form of out=
-        return Way::AT_ONCE;
     k->compares = kComparing.count(k->name) != 0 && !writes;
     k->elementwise = kElementwise.count(k->name) != 0 || k->compares;
+    // May change the form of out=, where there is no rule of forms.
+    k->has_out = schema.overload_name().find("out") != std::string::npos;
+    if (k->has_out && (!k->elementwise || k->of_lists || !k->writes[k->n - 1]))
+        return Way::AT_ONCE;
+    k->fills = k->name == "fill";
     k->may_fuse = k->elementwise || kSometimes.count(k->name) != 0;
     if (kElementwise.count(k->name) + kComparing.count(k->name) + kLines.count(k->name) == 0)
         return Way::AT_ONCE;
     const auto &returns = schema.returns();
     if (!std::all_of(returns.begin(), returns.end(), [](const auto &r) { return is_tensor(*r.type()); }))
         return Way::AT_ONCE;
-    if (writes)
+    if (writes) {
+        k->target = static_cast<size_t>(std::find(k->writes.begin(), k->writes.end(), true) -
+                                        k->writes.begin());
         return gives_arguments(k, schema) ? Way::WRITE : Way::AT_ONCE;
+    }
     return returns.empty() ? Way::AT_ONCE : Way::MAKE;
 }
 
@@ -133,6 +139,7 @@ Known look_at(const c10::OperatorHandle &op) {
     for (const c10::Argument &a : schema.arguments()) {
         k.number.push_back(is_number(*a.real_type()));
         k.writes.push_back(a.alias_info() && a.alias_info()->isWrite());
+        k.tensor.push_back(a.real_type()->kind() == c10::TypeKind::TensorType);
     }
     k.is_ours = begins_with(schema.name(), "optfuse::");
     k.reads_all = !begins_with(schema.name(), "aten::") || begins_with(schema.name(), "aten::set_");
@@ -145,6 +152,8 @@ Known look_at(const c10::OperatorHandle &op) {
     if (!k.name.empty() && k.name.back() == '_')
         k.name.pop_back();
     k.way = way_of(&k, op, name);
+    for (size_t i = 0; i < k.n; i++)
+        k.classes.push_back(k.elementwise && ((k.name == "pow" && i == 1) || i == 2));
     return k;
 }
 

@@ -29,9 +29,14 @@ struct Known {
     bool elementwise = false; // its results' forms are known (forms.h)
     bool compares = false;    // and they are booleans
     bool may_fuse = false;    // there may be instructions that do the same (translate.h)
+    bool fills = false;       // with a number, or a tensor without dimensions
+    bool has_out = false;     // its last argument is what it writes
     size_t n = 0;             // arguments
+    size_t target = 0;        // of WRITE: the first argument that it writes
     std::string name;         // without "aten::", "_foreach_" and the "_" of one in place
     std::vector<bool> number; // of each argument: its value says nothing of the results' forms
+    std::vector<bool> tensor; // of each argument: it is a tensor, which may stand for a number
+    std::vector<bool> classes; // of each argument: for some numbers there is another instruction
     std::vector<bool> writes; // of each argument
     std::vector<size_t> returned; // of WRITE: the argument that each result is
 };

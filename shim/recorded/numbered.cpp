@@ -16,10 +16,6 @@ uint64_t class_of(double x) {
     return 1;
 }
 
-bool has_classes(const Known &k, size_t argument) {
-    return k.elementwise && ((k.name == "pow" && argument == 1) || argument == 2);
-}
-
 bool is_lone(const Entry &e) {
     const size_t holders = e.impl->unsafe_storage().use_count();
     const size_t users = c10::raw::intrusive_ptr::use_count(e.impl);
@@ -124,7 +120,7 @@ void Numbered::read(const std::vector<Line> &lines, const std::vector<c10::IValu
     for (const Line &line : lines) {
         words.push_back(reinterpret_cast<uintptr_t>(&line.op.schema()));
         for (uint32_t i = line.first; i < line.end; i++)
-            put(values[i], i < line.results && has_classes(*line.known, i - line.first));
+            put(values[i], i < line.results && line.known->classes[i - line.first]);
     }
     for (Entry &e : entries)
         if (e.is_absent) {
