@@ -59,7 +59,7 @@ class Compiler {
         if (in_bytes.size() != known)
             return {};
         put_steps();
-        made.words = numbered.words;
+        made.words = numbered.words().vec();
         return std::move(made);
     }
 

@@ -57,7 +57,7 @@ struct KnownSchedules {
 
 constexpr size_t kMostWords = 4u << 20; // 32 MB
 
-uint64_t hash_of(const std::vector<uint64_t> &words) {
+uint64_t hash_of(at::ArrayRef<uint64_t> words) {
     uint64_t h = 0x9E3779B97F4A7C15ull;
     for (const uint64_t word : words) {
         h = (h ^ word) * 0xD6E8FEB86659FD93ull;
@@ -70,10 +70,11 @@ uint64_t hash_of(const std::vector<uint64_t> &words) {
 const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                             const Numbered &numbered) {
     static thread_local KnownSchedules known;
-    const uint64_t hash = hash_of(numbered.words);
+    const at::ArrayRef<uint64_t> words = numbered.words();
+    const uint64_t hash = hash_of(words);
     const auto found = known.made.find(hash);
     if (found != known.made.end())
-        return found->second->words == numbered.words ? found->second.get() : nullptr;
+        return words == found->second->words ? found->second.get() : nullptr;
     if (known.words > kMostWords) {
         known.made.clear();
         known.seen.clear();
@@ -83,7 +84,7 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
         known.words++;
         return nullptr;
     }
-    known.words += numbered.words.size();
+    known.words += words.size();
     auto &made = known.made[hash];
     made = std::make_unique<Schedule>(compile(lines, values, numbered));
     return made.get();
