@@ -53,7 +53,7 @@ class _Fused:
             check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.rule.external and not isinstance(link.rule, RecordedRule):
+            if link.rule.external:
                 link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
             if isinstance(link.rule, TracedRule):
                 link.ledger.take_promise(optimizer, _try_again(optimizer, link))
@@ -143,7 +143,7 @@ def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    if rule.is_own or isinstance(rule, TracedRule):
+    if rule.is_own or isinstance(rule, TracedRule | RecordedRule):
         return
     try_with_stock(stock, [group], _fuse_small)
     why = why_not_tried(rule, stock, [group], {})
@@ -304,7 +304,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
     link = link_of(optimizer)
     return (
         not link.rule.external
-        and not isinstance(link.rule, TracedRule)
+        and not isinstance(link.rule, TracedRule | RecordedRule)
         and mode == FORWARD
         and link.max_grad_norm is None
         and all(

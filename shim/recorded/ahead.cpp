@@ -11,8 +11,11 @@
 #include "autograd/consumed.h"
 #include "error.h"
 #include "plan.h"
+#include "promises/promise.h"
 #include "recorded/owners.h"
 #include "recorded/schedule.h"
+#include "slots.h"
+#include "tensor/references.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse::recorded {
@@ -128,6 +131,8 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
     is_known = true;
     for (const Slot *slot : plan.slots) {
         const at::Tensor &gradient = slot->param->grad();
+        if (gradient.defined())
+            compute_now(gradient.unsafeGetTensorImpl());
         if (!slot->wrappers.empty())
             why = "has DTensors";
         if (!gradient.defined())
@@ -170,6 +175,8 @@ std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
     its_tape = std::make_unique<Tape>();
     know_params(plan, its_tape.get());
     parts = std::vector<Part>(plan.slots.size());
+    for (Slot *slot : plan.slots)
+        slot->program.reset();
     std::vector<at::Tensor> made(parts.size());
     for (size_t i = 0; i < parts.size(); i++)
         if (const Gradient &of = gradients[i]; of.is_there)
@@ -191,6 +198,43 @@ void Ahead::end_step(const Plan &plan) {
     for (const Part &part : parts)
         if (part.stand_in.defined() && is_kept(part.stand_in, uses_in(part.values)))
             its_tape->meets(kKeeps);
+    const PlainMode plain;
+    const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
+    std::shared_ptr<const Program> last;
+    for (Slot *slot : plan.slots)
+        if (owns(slot->index))
+            hand_over(slot, &last);
+}
+
+// The core gets a program, or is told that there are lines.
+void Ahead::hand_over(Slot *slot, std::shared_ptr<const Program> *before) {
+    static const auto lines = [] {
+        const auto made = std::make_shared<Program>();
+        made->core.by_host = made->is_of_lines = true;
+        return std::shared_ptr<const Program>(made);
+    }();
+    Part &part = parts[slot->index];
+    std::vector<at::Tensor> state;
+    slot->own.clear();
+    slot->program = program_of(part.lines, part.values, slot->param,
+                               part.stand_in.unsafeGetTensorImpl(), *before, &state);
+    if (slot->program) {
+        *before = slot->program;
+        for (c10::IValue &value : part.values)
+            its_tape->drop_later(std::move(value));
+        part.lines.clear();
+        part.values.clear();
+    } else {
+        state.clear();
+        slot->program = lines;
+        for (const auto &[impl, n] : uses_in(part.values))
+            if (impl->has_storage() && !impl->is_wrapped_number() && !is_absent(storage_of(impl)) &&
+                storage_of(impl) != storage_of(slot->param))
+                slot->own.push_back(reference_to(impl));
+    }
+    std::vector<std::optional<at::Tensor>> all(state.begin(), state.end());
+    all.resize(slot->plan->rule->n_state + slot->plan->rule->n_counters);
+    set_state(*slot, all, {}, false);
 }
 
 bool Ahead::owns(size_t slot) const {
@@ -212,14 +256,11 @@ bool Ahead::knows_all_users(const Slot &slot) const {
 
 void Ahead::run(size_t slot, const at::Tensor &gradient) {
     Part &part = parts[slot];
-    if (part.has_run)
-        fail("it has been made already, which is an error of optfuse");
     if (!is_plain(gradient) || !(gradient_like(gradient) == gradients[slot]))
         fail("its gradient has other strides or another dtype than in the step before, by which "
              "step() has gone already; use optfuse.fuse(optimizer, mode=\"forward\")");
     c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(impl);
-    part.has_run = true;
     count_versions(part);
     // The gradient's memory for as long as the lines run, and nobody's.
     storage->set_data_ptr_noswap(
@@ -246,7 +287,8 @@ std::vector<size_t> Ahead::unexpected(const Plan &plan) const {
     for (const Slot *slot : plan.slots) {
         const size_t i = slot->index;
         const bool is_seen = owns(i);
-        if (is_seen ? !parts[i].has_run && !has_gradient(*slot) : has_gradient(*slot))
+        const bool is_done = of_plan_is_updated(plan.core, i);
+        if (is_seen ? !is_done && !has_gradient(*slot) : has_gradient(*slot))
             found.push_back(i);
     }
     return found;

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from optfuse._patches.profiling import has_hooks
 from optfuse._rules import ROWS, Group, Rule
 from optfuse._trials.compare import difference
 from optfuse._updaters.slots import Groups, Slots
-from optfuse._updaters.updater import CHANGED_GROUPS, Entry, OfPlan, Updater
+from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
 
 _NOT_OPTIONS = ("params", "param_names")
 _NOT_SETTINGS = (
@@ -75,7 +74,7 @@ class RecordedRule(Rule):
         return ""
 
 
-RECORDED = RecordedRule("own", **ROWS["own"], reference="own step()")
+RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
 
 
 class Recorded(Updater):
@@ -89,7 +88,6 @@ class Recorded(Updater):
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
-        self._told: tuple[Slots | None, list[Tensor]] = (None, [])
 
     def explained(self, label: Callable[[int], str]) -> str:
         why = torch.ops.optfuse.why_not_ahead(self._plan)
@@ -113,21 +111,7 @@ class Recorded(Updater):
         """Nothing is known by slot here."""
 
     def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
-        state = _flat(optimizer) if self._run is None else self._run.state
-        known, self._told = self._told, (slots, [x for x in state if isinstance(x, Tensor)])
-        return known[0] is slots and _are_same(known[1], self._told[1])
-
-    def tell_entry(
-        self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
-    ) -> bool:
-        if self._run is not None:  # what it has made has no numbers yet
-            entry = self._run.entry_before(slots.params[slot])
-        values = entry.values() if isinstance(entry, dict) else ()
-        tensors = tuple(value for value in values if isinstance(value, Tensor))
-        if slots.states[slot] is None or not _are_same(slots.states[slot], tensors):
-            torch.ops.optfuse.set_state(slots.plan, slot, tensors, None, False)
-            slots.states[slot] = tensors
-        return flushed
+        return True  # the library finds in step() what updates use
 
     # ---- a step
 
@@ -229,7 +213,6 @@ class Run:
     """A step() that has run ahead of its gradients: what there was before, and after it."""
 
     result: Any = None
-    _entries: dict[int, Any] | None = None
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.state = _flat(optimizer)
@@ -248,11 +231,6 @@ class Run:
             names, values = self.state[i + 3 : i + 3 + n], self.state[i + 3 + n : i + 3 + 2 * n]
             yield key, entry, dict(zip(names, values, strict=True))
             i += 3 + 2 * n
-
-    def entry_before(self, param: Tensor) -> Any:
-        if self._entries is None:
-            self._entries = {id(key): items for key, _, items in self.entries()}
-        return self._entries.get(id(param))
 
     def changed(self, optimizer: Optimizer) -> str | None:
         """The first setting that is not as step() has left it."""
@@ -295,10 +273,6 @@ def _flat(optimizer: Optimizer) -> list[Any]:
             flat += entry
             flat += entry.values()
     return flat
-
-
-def _are_same(known: Sequence[Any], found: Sequence[Any]) -> bool:
-    return len(known) == len(found) and all(map(is_, known, found))
 
 
 def _put_back(entry: Any, items: dict[Any, Any], plan: int) -> Any:
