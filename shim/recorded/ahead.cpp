@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "autograd/consumed.h"
@@ -122,6 +121,11 @@ void count_versions(const Part &part) {
                 });
 }
 
+void exchange_back(std::vector<Undo> *undo) {
+    for (auto one = undo->rbegin(); one != undo->rend(); ++one)
+        one->exchange();
+}
+
 } // namespace
 
 void Ahead::begin_watched(const Plan &plan, Tape *its) {
@@ -189,6 +193,7 @@ void Ahead::end_step(const Plan &plan) {
     std::vector<Line> lines;
     std::vector<c10::IValue> values;
     const std::vector<Anchor> anchors = anchors_of(plan, &parts);
+    hide_numbers();
     its_tape->take_lines(&lines, &values, &settings);
     const std::string reason = share_out(lines, values, anchors, &parts);
     lines.clear();
@@ -294,16 +299,34 @@ std::vector<size_t> Ahead::unexpected(const Plan &plan) const {
     return found;
 }
 
-void Ahead::put_back(at::TensorList tensors) {
+// Small tensors are as before until step() is called. Lines that read them have copies; those to which
+// lines write, too, are ahead.
+void Ahead::hide_numbers() {
     auto &undo = its_tape->undo;
-    for (auto one = undo.rbegin(); one != undo.rend(); ++one)
-        for (const at::Tensor &tensor : tensors)
-            if (storage_of(tensor.unsafeGetTensorImpl()) == one->storage.unsafeGetStorageImpl())
-                std::memcpy(address(one->storage.unsafeGetStorageImpl()), one->bytes,
-                            one->storage.nbytes());
+    const auto is_hidden = [this](const Undo &one) {
+        return !its_tape->is_written_by_line(one.storage.unsafeGetStorageImpl());
+    };
+    const auto middle = std::stable_partition(undo.begin(), undo.end(), is_hidden);
+    not_hidden.assign(middle, undo.end());
+    undo.erase(middle, undo.end());
+    for (const Undo &one : undo)
+        its_tape->copy_where_read(one.storage.unsafeGetStorageImpl());
+    exchange_back(&undo);
+}
+
+void Ahead::confirm() {
+    for (Undo &one : its_tape->undo)
+        one.exchange();
+    not_hidden.clear();
+}
+
+void Ahead::fail_step() {
+    exchange_back(&its_tape->undo);
 }
 
 void Ahead::end() {
+    exchange_back(&not_hidden);
+    not_hidden.clear();
     parts.clear();
     its_tape.reset();
 }

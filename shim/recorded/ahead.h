@@ -56,9 +56,11 @@ class Ahead {
     bool can_begin(const Plan &plan) const;
     // By slot, undefined where no gradient comes.
     std::vector<at::Tensor> stand_ins(const Plan &plan);
-    // Between these two step() is called, AHEAD. end_step() raises if it can't have been.
+    // Between these two step() is called, AHEAD. end_step() raises if it can't have been; fail_step():
+    // it has raised itself.
     Tape *tape() { return its_tape.get(); }
     void end_step(const Plan &plan);
+    void fail_step();
     bool has_begun() const { return its_tape != nullptr; }
     // Whether step() has seen a gradient of the parameter.
     bool owns(size_t slot) const;
@@ -70,20 +72,22 @@ class Ahead {
 
     // Slots whose gradient has not come, or is one that step() has not seen.
     std::vector<size_t> unexpected(const Plan &plan) const;
-    // The storages of these tensors get the numbers of before step().
-    void put_back(at::TensorList tensors);
-    // step() has been called; or its lines are given up. With the GIL.
+    // step() is called: small tensors get what it has written to them at once.
+    void confirm();
+    // Its lines have run, or are given up. With the GIL.
     void end();
 
     std::string why; // the last step() could not have run ahead; empty: it could
     bool is_known = false; // a step() was watched
 
   private:
+    void hide_numbers();
     void hand_over(Slot *slot, std::shared_ptr<const Program> *before);
 
     std::vector<Gradient> gradients; // of the last step() that was watched
     std::unique_ptr<Tape> its_tape;
     std::vector<Part> parts;
+    std::vector<Undo> not_hidden; // of small tensors that are ahead
     Settings settings;
 };
 

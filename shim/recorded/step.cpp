@@ -217,6 +217,8 @@ of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *
         ahead->tape(), Tape::Kind::AHEAD, step, arguments, nullptr, [&](bool is_done) {
             if (is_done)
                 ahead->end_step(*optfuse::plan_of(handle));
+            else
+                ahead->fail_step();
         });
     instead = nullptr;
     return result;
@@ -276,9 +278,7 @@ std::vector<int64_t> unexpected(int64_t address) {
     return {found.begin(), found.end()};
 }
 
-void put_back(int64_t address, at::TensorList tensors) {
-    plan_at(address).ahead->put_back(tensors);
-}
+void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
 
 void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
 
@@ -298,7 +298,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     using namespace optfuse::recorded;
     m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
     m.def("unexpected(int plan) -> int[]", unexpected);
-    m.def("put_back(int plan, Tensor[] tensors) -> ()", put_back);
+    m.def("confirm_ahead(int plan) -> ()", confirm_ahead);
     m.def("end_ahead(int plan) -> ()", end_ahead);
     m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
     m.def("why_not_ahead(int plan) -> str", why_not_ahead);

@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
-#include <cstring>
 #include <utility>
 
 #include "error.h"
@@ -183,7 +182,7 @@ bool Tape::touches(const c10::StorageImpl *storage) {
 bool Tape::has_line_before_read(const c10::TensorImpl *impl) {
     c10::StorageImpl *storage = storage_of(impl);
     if (is_ahead())
-        return is_absent(storage) || written.find(storage) != written.end();
+        return is_absent(storage) || is_written_by_line(storage);
     return is_sealed(storage) || write_seal_flag(storage);
 }
 
@@ -228,7 +227,7 @@ void Tape::is_written_at_once(const at::Tensor &tensor, const std::string &op) {
         meets("writes by an operator that runs at once (" + op + ")");
     } else if (is_ahead()) {
         Undo before{tensor.unsafeGetTensorImpl()->unsafe_storage(), {}};
-        std::memcpy(before.bytes, address(storage), storage->nbytes());
+        std::memcpy(before.bytes.data(), address(storage), storage->nbytes());
         undo.push_back(std::move(before));
     }
 }

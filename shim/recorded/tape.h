@@ -9,7 +9,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -34,7 +36,15 @@ struct Counts {
 // A small tensor that an operator has written at once, as it was before.
 struct Undo {
     c10::Storage storage;
-    char bytes[8];
+    std::array<char, 8> bytes;
+
+    void exchange() {
+        std::array<char, 8> now = bytes;
+        void *const memory = address(storage.unsafeGetStorageImpl());
+        std::memcpy(now.data(), memory, storage.nbytes());
+        std::memcpy(memory, bytes.data(), storage.nbytes());
+        bytes = now;
+    }
 };
 
 class Tape {
@@ -83,7 +93,12 @@ class Tape {
                     Settings *its_settings);
     const std::vector<Line> &lines_now() const { return lines; }
     const std::vector<c10::IValue> &values_now() const { return values; }
-    std::vector<Undo> undo;
+    bool is_written_by_line(const c10::StorageImpl *storage) const {
+        return written.find(storage) != written.end();
+    }
+    // Lines that read it have a copy of what is in it now.
+    void copy_where_read(c10::StorageImpl *storage);
+    std::vector<Undo> undo; // AHEAD
     Counts counts = {};
     // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
     // whoever has that clears them.
@@ -99,7 +114,6 @@ class Tape {
   private:
     void seal_written(const at::Tensor &tensor);
     void seal_read(const at::Tensor &tensor);
-    void copy_where_read(c10::StorageImpl *storage);
     uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
 
     Settings settings; // of all lines

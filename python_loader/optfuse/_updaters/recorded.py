@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -150,6 +151,8 @@ class Recorded(Updater):
 
     def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         if done and self._run is not None:
+            torch.ops.optfuse.confirm_ahead(self._plan)
+            self._run.show(optimizer)
             self._end()
 
     def give_up(self, optimizer: Optimizer) -> None:
@@ -157,7 +160,6 @@ class Recorded(Updater):
         made."""
         if self._run is None or lib.of_shim_unconfirmed(self._plan):
             return
-        self._run.put_back(optimizer, self._plan)
         self._end()
 
     def _end(self) -> None:
@@ -182,10 +184,10 @@ class Recorded(Updater):
                 if sys.getrefcount(gradients[i]) > _IN_A_LIST:
                     raise Error(_KEPT)
         except BaseException:
-            run.put_back(optimizer, self._plan)
+            run.put_back(optimizer)
             self._end()
             raise
-        run.note(optimizer)
+        run.hide(optimizer)
         return True
 
     def _check(self, optimizer: Optimizer, slots: Slots, run: Run, same_state: bool) -> None:
@@ -202,7 +204,7 @@ class Recorded(Updater):
             raise Error(_LATE.format(changed))
         unexpected = torch.ops.optfuse.unexpected(self._plan)
         for slot in unexpected:
-            run.put_back_entry(optimizer, slots.params[slot], self._plan)
+            run.leave_out(slots.params[slot])
         if unexpected:
             first = slots.params[unexpected[0]]
             how = "got none" if first.grad is None else "got one that it had not in the step before"
@@ -210,78 +212,108 @@ class Recorded(Updater):
 
 
 class Run:
-    """A step() that has run ahead of its gradients: what there was before, and after it."""
+    """A step() that has run ahead of its gradients. What it has made of state, options and attributes
+    appears when step() is called."""
 
     result: Any = None
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.state = _flat(optimizer)
-        self._options = [(group, dict(group)) for group in optimizer.param_groups]
-        self._attributes = dict(optimizer.__dict__)
+        self._before = _Snapshot(optimizer)
 
-    def note(self, optimizer: Optimizer) -> None:
+    def hide(self, optimizer: Optimizer) -> None:
         """step() has run."""
-        self._after = _settings(optimizer)
+        self._after = _Snapshot(optimizer)
+        self._before.restore(optimizer, self._after)
+        self._settings = _settings(optimizer)
 
-    def entries(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Of the state before: a key, its entry, and what was in that if it is a dict."""
-        i = 0
-        while i < len(self.state):
-            key, entry, n = self.state[i : i + 3]
-            names, values = self.state[i + 3 : i + 3 + n], self.state[i + 3 + n : i + 3 + 2 * n]
-            yield key, entry, dict(zip(names, values, strict=True))
-            i += 3 + 2 * n
+    def show(self, optimizer: Optimizer) -> None:
+        self._after.restore(optimizer, self._before)
 
     def changed(self, optimizer: Optimizer) -> str | None:
-        """The first setting that is not as step() has left it."""
-        now, then = _settings(optimizer), self._after
+        """The first setting that is not as step() has found it."""
+        now, then = _settings(optimizer), self._settings
         for name in {**then, **now}:
             missing = (name in now) != (name in then)
             if missing or difference("", then[name], now[name]) is not None:
                 return name
         return None
 
-    def put_back(self, optimizer: Optimizer, plan: int) -> None:
+    def put_back(self, optimizer: Optimizer) -> None:
+        """step() has failed."""
+        self._before.restore(optimizer, None)
+
+    def leave_out(self, param: Tensor) -> None:
+        """show() leaves the entry of this parameter as it is."""
+        self._after.take_entry(self._before, param)
+
+
+class _Snapshot:
+    """State, options and attributes. The state is one flat list, since many small ones would have
+    Python's collector of cycles look at all objects: key, entry, and the number of its items, their
+    keys and values."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
         own = optimizer.__dict__
-        for key in [key for key in own if key not in self._attributes]:
-            del own[key]
+        self._state: list[Any] = []
+        for key, entry in own["state"].items():
+            is_dict = isinstance(entry, dict)
+            self._state += key, entry, len(entry) if is_dict else 0
+            if is_dict:
+                self._state += entry
+                self._state += entry.values()
+        self._options = [(group, dict(group)) for group in optimizer.param_groups]
+        self._attributes = dict(own)
+
+    def _entries(self) -> Iterator[tuple[int, int]]:
+        """Where each begins, and its number of items."""
+        i = 0
+        while i < len(self._state):
+            yield i, self._state[i + 2]
+            i += 3 + 2 * self._state[i + 2]
+
+    def restore(self, optimizer: Optimizer, now: _Snapshot | None) -> None:
+        """now: how it is."""
+        own = optimizer.__dict__
+        if now is None or own.keys() != self._attributes.keys():
+            for name in [name for name in own if name not in self._attributes]:
+                del own[name]
         own.update(self._attributes)
-        for group, before in self._options:
-            group.clear()
-            group.update(before)
-        own["state"].clear()
-        for key, entry, items in self.entries():
-            own["state"][key] = _put_back(entry, items, plan)
+        for group, options in self._options:
+            if not _are_same(group, options):
+                group.clear()
+                group.update(options)
+        if now is None or not _are_same(self._state, now._state):
+            self._restore_state(own["state"], now)
 
-    def put_back_entry(self, optimizer: Optimizer, param: Tensor, plan: int) -> None:
-        state = optimizer.__dict__["state"]
-        before = [(entry, items) for key, entry, items in self.entries() if key is param]
-        if not before:
-            state.pop(param, None)
-        for entry, items in before:
-            state[param] = _put_back(entry, items, plan)
+    def _restore_state(self, state: dict[Any, Any], now: _Snapshot | None) -> None:
+        known = None if now is None else now._state
+        if known is None or len(known) != len(self._state):
+            state.clear()
+            known = None
+        for i, n in self._entries():
+            key, entry = self._state[i : i + 2]
+            values = i + 3 + n
+            if known is None or known[i] is not key or known[i + 1] is not entry:
+                state[key] = entry
+            elif _are_same(known[values : values + n], self._state[values : values + n]):
+                continue
+            if isinstance(entry, dict):
+                items = dict(zip(self._state[i + 3 : values], self._state[values : values + n]))
+                if entry.keys() != items.keys():
+                    entry.clear()
+                entry.update(items)
+
+    def take_entry(self, other: _Snapshot, param: Tensor) -> None:
+        mine = [(i, i + 3 + 2 * n) for i, n in self._entries() if self._state[i] is param]
+        its = [(i, i + 3 + 2 * n) for i, n in other._entries() if other._state[i] is param]
+        for begin, end in mine:
+            self._state[begin:end] = [x for i, j in its for x in other._state[i:j]]
 
 
-def _flat(optimizer: Optimizer) -> list[Any]:
-    """The state in one list, since many small ones would have Python's collector of cycles look at
-    all objects: key, entry, and the number of its items, their keys and values."""
-    flat: list[Any] = []
-    for key, entry in optimizer.__dict__["state"].items():
-        is_dict = isinstance(entry, dict)
-        flat += key, entry, len(entry) if is_dict else 0
-        if is_dict:
-            flat += entry
-            flat += entry.values()
-    return flat
-
-
-def _put_back(entry: Any, items: dict[Any, Any], plan: int) -> Any:
-    if isinstance(entry, dict):
-        entry.clear()
-        entry.update(items)
-        tensors = [item for item in items.values() if isinstance(item, Tensor)]
-        torch.ops.optfuse.put_back(plan, tensors)
-    return entry
+def _are_same(known: Any, found: Any) -> bool:
+    if isinstance(known, dict):
+        return known.keys() == found.keys() and all(map(is_, known.values(), found.values()))
+    return len(known) == len(found) and all(map(is_, known, found))
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:

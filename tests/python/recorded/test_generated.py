@@ -14,7 +14,7 @@ import optfuse
 SHAPES = (3, 4), (5,), (2, 3, 5), (), (40,), (1,), (33, 2)
 
 
-def train(seed, fused, steps=8):
+def train(seed, fused, steps=8, mode="forward"):
     draw = random.Random(seed + 7)
     cls = generated_classes.make(seed)
     torch.manual_seed(seed)
@@ -24,7 +24,7 @@ def train(seed, fused, steps=8):
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05, "flag": False}]
     optimizer = cls(groups if len(params) > 1 else params)
     if fused:
-        optfuse.fuse(optimizer, recorded=True)
+        optfuse.fuse(optimizer, mode, recorded=True)
     with_closure = draw.random() < 0.3
     found = []
     for i in range(steps):
