@@ -106,6 +106,8 @@ Way way_of(Known *k, const c10::OperatorHandle &op, const std::string &name) {
                                  (draws && ends_with(name, "_like")));
     if (draws)
         return Way::DRAW;
+    if (name == "detach_")
+        return Way::VIEW;
     if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
         op.hasTag(at::Tag::inplace_view))
         return Way::AT_ONCE;

@@ -199,6 +199,7 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
         if (ahead != nullptr)
             ahead->end_watched(*optfuse::plan_of(handle), tape_here);
         tape_here.play();
+        tape_here.drop_garbage(); // it has aliases of gradients
         if (ahead != nullptr)
             ahead->look_for_kept(*optfuse::plan_of(handle));
     });
