@@ -24,7 +24,7 @@ from optfuse._arguments.check import (
 from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
 from optfuse._arguments.old_keywords import with_old_keywords
 from optfuse._arguments.wrappers import returns_the_wrapper
-from optfuse._classes import become_fused, become_stock, give_up_unasked, tried_rule
+from optfuse._classes import become_fused, become_stock, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
@@ -32,15 +32,18 @@ from optfuse._layers.delay.delayed_updates import delays_of
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
-from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
-from optfuse._own_step.untouched import says_what_ran
-from optfuse._recorded import (
-    can_record,
-    fuse_recorded,
-    is_asked,
+from optfuse._options import (
+    AUTO,
+    OFF,
+    Options,
+    is_disabled,
+    is_fused,
     is_recorded,
-    unfuse_recorded,
+    owner_of,
+    products_asked,
 )
+from optfuse._own_step.untouched import says_what_ran
+from optfuse._recorded import can_record, fuse_recorded, is_asked, unfuse_recorded
 from optfuse._refuse import check_class, check_eager, check_group, check_params
 from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
@@ -119,7 +122,7 @@ def fuse(
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if is_asked(recorded) and can_record(optimizer, mode):
-        return fuse_recorded(optimizer)
+        return fuse_recorded(optimizer, mode, eager)
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
@@ -209,11 +212,24 @@ def unfuse(optimizer: OptimizerT) -> OptimizerT:
     """Launches what is pending, also what Forward(delay=...) holds back, and makes the optimizer
     the stock one again, with its state. A gradient that backward fusion has used becomes None, once
     step() was called. Raises optfuse.Error if it is not fused."""
+    _unfuse(optimizer)
+    return optimizer
+
+
+def _unfuse(optimizer: Optimizer) -> None:
     if is_recorded(optimizer):
         unfuse_recorded(optimizer)
     elif is_fused(optimizer):  # else OPTFUSE_DISABLE=1
         become_stock(optimizer)
-    return optimizer
+
+
+def give_up_unasked(optimizer: Optimizer) -> None:
+    """Makes it the stock one again if `python -m optfuse run` fused it, and the script now says
+    itself what it wants."""
+    owner = owner_of(optimizer)
+    if owner is not None and owner.unasked is not None:
+        _unfuse(optimizer)
+        owner.unasked()
 
 
 @checked(optimizer=optional(FUSED))

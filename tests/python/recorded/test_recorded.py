@@ -13,6 +13,7 @@ from recorded_classes import KINDS, Base
 
 import optfuse
 from optfuse import _recorded
+from optfuse._options import RECORDED
 
 DEEDS = {}
 SHAPES = (3, 5), (4,), (2, 3, 2), (41,)
@@ -226,7 +227,7 @@ def test_each_kind_of_class_has_stocks_bits_in_other_dtypes(name, dtype):
 def counts_after(cls, steps=4):
     world = World(cls, fused=True)
     world.steps(steps)
-    return _recorded.last_counts()
+    return _recorded.last_counts(world.optimizer.__dict__[RECORDED])
 
 
 @pytest.mark.parametrize("name", ["Elementwise", "OldStyle"])
