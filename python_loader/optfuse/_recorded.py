@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse import _process
@@ -26,6 +28,7 @@ from optfuse._ddp.reduction import check_model, reduction_of
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED
 from optfuse._patches import raw_memory
+from optfuse._patches.profiling import addresses_are_noted
 from optfuse._refuse import check_eager
 from optfuse._rules import RULES
 
@@ -33,6 +36,14 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _STEP = "step"
 _OURS = (_STEP, RECORDED, "__getstate__", "__deepcopy__")  # attributes of the optimizer
 _COUNTS = ("lines", "plays", "at_once", "programs", "operators")
+
+
+_dynamo_skips = functools.partial(torch._dynamo.disable, recursive=False)
+
+
+@torch._dynamo.disable
+def _untraced(step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return lib_with_gil.of_shim_recorded_step(step, args, kwargs)
 
 
 class Step:
@@ -55,6 +66,7 @@ class Step:
 
         self.__func__ = function  # a scheduler takes it, as of a method
 
+    @_dynamo_skips
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self.before
         if step is None:
@@ -64,6 +76,10 @@ class Step:
             return step(*args, **kwargs)
         if self.max_grad_norm is not None or self.eager:
             step = functools.partial(self._prepare_and_step, step)
+        if addresses_are_noted():  # which tensors without numbers don't have
+            return step(*args, **kwargs)
+        if get_eval_frame_callback() is not None:
+            return _untraced(step, args, kwargs)
         try:
             return lib_with_gil.of_shim_recorded_step(step, args, kwargs)
         finally:

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "guard.h"
 #include "recorded/forms.h"
 
 namespace optfuse::recorded {
@@ -95,7 +96,7 @@ class Called {
     }
 
     void run_at_once() {
-        if (!k.makes_blank && needs_lines())
+        if (!k.makes_blank && needs_lines() && OF_GUARD(recorded_order))
             tape->play();
         tape->counts.at_once++;
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
@@ -130,7 +131,7 @@ class Called {
         if ((keys & kModes).has_any(kModes) || c10::InferenceMode::is_enabled() ||
             torch::autograd::get_current_graph_task_id() != -1)
             return true;
-        return c10::GradMode::is_enabled() &&
+        return c10::GradMode::is_enabled() && OF_GUARD(recorded_graph) &&
                !each([](const at::Tensor &tensor) { return !tensor.requires_grad(); });
     }
 
@@ -180,7 +181,7 @@ class Called {
     }
 
     bool record() {
-        if (k.way == Way::WRITE && may_overlap())
+        if (k.way == Way::WRITE && may_overlap() && OF_GUARD(recorded_overlap))
             return false;
         if (k.elementwise)
             if (auto results = forms_by_rule(tape, k, args())) {

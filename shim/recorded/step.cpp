@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "error.h"
+#include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/tape.h"
 #include "shim.h"
@@ -90,7 +91,7 @@ int (*set_data)(of_object *self, of_object *value, void *closure) = nullptr;
 
 // Lines refer to tensors, and a tensor to the memory that it has then.
 int play_and_set_data(of_object *self, of_object *value, void *closure) {
-    if (play_now())
+    if (!OF_GUARD(recorded_data) || play_now())
         return set_data(self, value, closure);
     of_interpreter.raise(PythonError::type, of_error_message());
     return -1;
