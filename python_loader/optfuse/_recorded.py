@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optimizers of classes without kernels whose own step() is recorded (shim/recorded): step() runs
 once, on the optimizer itself, and the operators that it calls run together at its end.
-OPTFUSE_RECORDED=1, or fuse(recorded=True), has it so; else such classes are traced."""
+With OPTFUSE_RECORDED=0, or fuse(recorded=False), such classes are traced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import copy
 import ctypes
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from optfuse._arguments.modes import Backward, Forward
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import check_model, reduction_of
+from optfuse._gpu import is_gpu
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED
 from optfuse._patches import raw_memory
@@ -60,6 +62,7 @@ class Step:
         self.max_grad_norm, self.eager = max_grad_norm, tuple(eager)
         self.counts = (ctypes.c_int64 * len(_COUNTS))()  # of the last one
         self.records = True
+        self.alone = threading.RLock()  # in one step() at a time
 
         def function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -80,10 +83,10 @@ class Step:
             return step(*args, **kwargs)
         if get_eval_frame_callback() is not None:
             return _untraced(step, args, kwargs)
-        try:
-            return lib_with_gil.of_shim_recorded_step(step, args, kwargs)
-        finally:
+        with self.alone:
+            made = lib_with_gil.of_shim_recorded_step(step, args, kwargs)
             lib.of_shim_recorded_counts(self.counts)
+            return made
 
     def _prepare_and_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for param in self.eager:
@@ -137,8 +140,13 @@ class Step:
         )
 
 
-def is_asked(recorded: bool | None) -> bool:
-    return os.environ.get("OPTFUSE_RECORDED", "") not in ("", "0") if recorded is None else recorded
+def is_asked(recorded: bool | None, optimizer: Optimizer) -> bool:
+    """Parameters on GPUs are not recorded yet, unless it is said."""
+    if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
+        recorded = said != "0"
+    if recorded is None:
+        return not any(is_gpu(param.device) for param in parameters_of(optimizer))
+    return recorded
 
 
 def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:
