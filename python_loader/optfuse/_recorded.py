@@ -110,7 +110,10 @@ class Step:
             return
         optimizer = self.owner()
         assert optimizer is not None
-        stock_clip_grad_norm_(parameters_of(optimizer), self.max_grad_norm)
+        params = parameters_of(optimizer)
+        # PyTorch's operators on lists can't write negated ones.
+        negated = any(p.grad is not None and p.grad.is_neg() for p in params)
+        stock_clip_grad_norm_(params, self.max_grad_norm, foreach=False if negated else None)
 
     def state_of_owner(self) -> Any:
         """What is pickled, or copied: stock's."""

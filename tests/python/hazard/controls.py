@@ -92,6 +92,10 @@ OUT_OF_REACH = {
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
     "reach": "it is about registered classes; programs have those of torch.optim",
+    **{
+        f"recorded_{name}": "it is about what a class does in step()"
+        for name in "data graph order overlap parts readers seal settings show".split()
+    },
     **dict.fromkeys(
         ("shared_state", "early_state"), "programs give no optimizer the state of another one"
     ),

@@ -302,7 +302,9 @@ def test_memory_that_numpy_has_had_since_before_fuse_is_eager():
     for a, b in zip(run(False), run(True), strict=True):
         assert not differing(a, b).any()
     with pytest.raises(optfuse.Error, match="not a parameter of this optimizer"):
-        optfuse.fuse(Reads([torch.nn.Parameter(torch.ones(2))]), eager=[torch.ones(2)], recorded=True)
+        optfuse.fuse(
+            Reads([torch.nn.Parameter(torch.ones(2))]), eager=[torch.ones(2)], recorded=True
+        )
 
 
 def test_register_changes_nothing_in_forward_mode():
