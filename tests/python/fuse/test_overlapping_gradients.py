@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from common import refused, same
+from common import same
 from torch import nn, optim
 
 import optfuse

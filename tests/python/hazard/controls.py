@@ -93,8 +93,9 @@ OUT_OF_REACH = {
     "buffer": "programs have no gradients in memory that they know by another name",
     "reach": "it is about registered classes; programs have those of torch.optim",
     **{
-        f"recorded_{name}": "it is about what a class does in step()"
-        for name in "data graph order overlap parts readers seal settings show".split()
+        name: "it is about what a class does in step()"
+        for name in SCENARIOS
+        if name.startswith("recorded_")
     },
     **dict.fromkeys(
         ("shared_state", "early_state"), "programs give no optimizer the state of another one"
