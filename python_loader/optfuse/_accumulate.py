@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import OPTIMIZER, checked
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
-from optfuse._options import LINK, is_disabled
+from optfuse._options import LINK, is_disabled, owner_of
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that they are not fused
 
@@ -57,7 +57,7 @@ def accumulate(*optimizers: Optimizer) -> Iterator[None]:
     and step().
     """
     for optimizer in optimizers:
-        if LINK not in optimizer.__dict__:
+        if owner_of(optimizer) is None:
             _say_unfused(optimizer)
     links = [link_of(o) for o in optimizers if LINK in o.__dict__]
     links = [link for link in links if link.mode == BACKWARD]

@@ -289,14 +289,6 @@ def become_stock(optimizer: Optimizer) -> None:
     rewrap(optimizer)
 
 
-def give_up_unasked(optimizer: Optimizer) -> None:
-    """Makes it the stock one again if `python -m optfuse run` fused it, and the script now says
-    itself what it wants."""
-    if is_fused(optimizer) and (notify := link_of(optimizer).unasked) is not None:
-        become_stock(optimizer)
-        notify()
-
-
 def _unscales(optimizer: Optimizer, mode: int) -> bool:
     """Whether GradScaler may leave unscaling and skipping to the update, as it
     does with stock's fused=True: on GPUs, where the step counters are too. Not where step()

@@ -24,7 +24,7 @@ from optfuse._arguments.check import (
 from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
 from optfuse._arguments.old_keywords import with_old_keywords
 from optfuse._arguments.wrappers import returns_the_wrapper
-from optfuse._classes import become_fused, become_stock, give_up_unasked, tried_rule
+from optfuse._classes import become_fused, become_stock, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
@@ -32,16 +32,19 @@ from optfuse._layers.delay.delayed_updates import delays_of
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
-from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
+from optfuse._options import (
+    AUTO,
+    OFF,
+    Options,
+    is_disabled,
+    is_fused,
+    is_recorded,
+    owner_of,
+    products_asked,
+)
 from optfuse._own_step.untouched import says_what_ran
 from optfuse._patches import raw_memory
-from optfuse._recorded import (
-    can_record,
-    fuse_recorded,
-    is_asked,
-    is_recorded,
-    unfuse_recorded,
-)
+from optfuse._recorded import can_record, fuse_recorded, is_asked, unfuse_recorded
 from optfuse._refuse import check_class, check_eager, check_group, check_params
 from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
@@ -76,8 +79,9 @@ def fuse(
 
     optimizer: one of torch.optim but LBFGS and SparseAdam, or of a class named to
         register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
-        float32, float64, bfloat16 or float16. Where there are no kernels for it
-        the update runs torch's operators as the class's step() does, or that
+        float32, float64, bfloat16 or float16. Where there are no kernels for it its own
+        step() is recorded, in forward mode and on the CPU over any parameters; else the
+        update runs torch's operators as the class's step() does, or that
         step() itself, on one parameter. It may be in a wrapper of Accelerate or Lightning.
     mode: optfuse.Forward(...), or "forward" for its defaults: updates run at the first use of
         what they change, usually in the next forward pass; any training loop works.
@@ -101,9 +105,10 @@ def fuse(
         numbers. It is done where a trial on this machine finds the same bits and no loss of time,
         for embeddings always (docs/promises.md). "off": no gradient is a promise. None: what the
         environment says, OPTFUSE_PRODUCTS, or else "auto".
-    recorded: an optimizer without kernels runs its own step(), whose operators are recorded and run
-        together before step() returns; this is not finished. None: what the environment says,
-        OPTFUSE_RECORDED, or else no.
+    recorded: in forward mode an optimizer without kernels runs its own step(), whose operators are
+        recorded and run together before step() returns (docs/any-optimizer.md). False: it is
+        traced instead (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else
+        yes for parameters on the CPU.
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises
@@ -120,13 +125,15 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if is_asked(recorded) and can_record(optimizer, mode):
+    if can_record(optimizer, mode) and is_asked(recorded, optimizer):
         if isinstance(mode, Forward):
-            return fuse_recorded(optimizer)
+            return fuse_recorded(optimizer, mode, eager)
         check_params(optimizer.param_groups)
         _process.start()
         raw_memory.watch_recorded()
         options = _options(optimizer, mode, eager, bucket_bytes)
+        if mode.ddp is not None:
+            options = replace(options, reduction=reduction_of(mode.ddp, Reduction))
         return become_fused(
             optimizer, replace(options, products=products or products_asked()), RECORDED
         )
@@ -219,11 +226,24 @@ def unfuse(optimizer: OptimizerT) -> OptimizerT:
     """Launches what is pending, also what Forward(delay=...) holds back, and makes the optimizer
     the stock one again, with its state. A gradient that backward fusion has used becomes None, once
     step() was called. Raises optfuse.Error if it is not fused."""
+    _unfuse(optimizer)
+    return optimizer
+
+
+def _unfuse(optimizer: Optimizer) -> None:
     if is_recorded(optimizer):
         unfuse_recorded(optimizer)
     elif is_fused(optimizer):  # else OPTFUSE_DISABLE=1
         become_stock(optimizer)
-    return optimizer
+
+
+def give_up_unasked(optimizer: Optimizer) -> None:
+    """Makes it the stock one again if `python -m optfuse run` fused it, and the script now says
+    itself what it wants."""
+    owner = owner_of(optimizer)
+    if owner is not None and owner.unasked is not None:
+        _unfuse(optimizer)
+        owner.unasked()
 
 
 @checked(optimizer=optional(FUSED))

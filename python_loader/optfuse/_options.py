@@ -26,6 +26,15 @@ def is_fused(optimizer: Optimizer) -> bool:
     return LINK in optimizer.__dict__
 
 
+def is_recorded(optimizer: Optimizer) -> bool:
+    return RECORDED in optimizer.__dict__
+
+
+def owner_of(optimizer: Optimizer) -> Any:
+    """What fuse() has given it, its Link or its Step; or None."""
+    return optimizer.__dict__.get(LINK) or optimizer.__dict__.get(RECORDED)
+
+
 def is_disabled() -> bool:
     return os.environ.get("OPTFUSE_DISABLE", "") not in ("", "0")
 

@@ -1,44 +1,76 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optimizers of classes without kernels whose own step() is recorded (shim/recorded): step() runs
 once, on the optimizer itself, and the operators that it calls run together at its end.
-OPTFUSE_RECORDED=1, or fuse(recorded=True), has it so; else such classes are traced."""
+With OPTFUSE_RECORDED=0, or fuse(recorded=False), such classes are traced."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import os
+import threading
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse import _process
+from optfuse._arguments.check import parameters_of
 from optfuse._arguments.modes import Backward, Forward
+from optfuse._clipping.torch_functions import stock_clip_grad_norm_
+from optfuse._ddp.await_reduction import AwaitedLater
+from optfuse._ddp.reduction import check_model, reduction_of
+from optfuse._gpu import is_gpu
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED
+from optfuse._own_step.register import is_registered
 from optfuse._patches import raw_memory
+from optfuse._patches.profiling import addresses_are_noted
+from optfuse._refuse import check_eager
 from optfuse._rules import RULES
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _STEP = "step"
+_OURS = (_STEP, RECORDED, "__getstate__", "__deepcopy__")  # attributes of the optimizer
 _COUNTS = ("lines", "plays", "at_once", "programs", "operators")
+
+
+_dynamo_skips = functools.partial(torch._dynamo.disable, recursive=False)
+
+
+@torch._dynamo.disable
+def _untraced(step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
 
 
 class Step:
     """Takes the place of the method on the optimizer, whose class stays as it is."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.owner = weakref.ref(optimizer)
+    unasked: Callable[[], None] | None = None  # run fused it: whom to tell
+
+    def __init__(
+        self, optimizer: Optimizer, max_grad_norm: float | None, eager: Iterable[Tensor]
+    ) -> None:
         self.before = optimizer.__dict__.get(_STEP)  # a scheduler's, which counts calls
-        self.records = True
         functools.update_wrapper(self, self.before or type(optimizer).step)
+        self.owner = weakref.ref(optimizer)
+        self.max_grad_norm, self.eager = max_grad_norm, tuple(eager)
+        self.counts = (ctypes.c_int64 * len(_COUNTS))()  # of the last one
+        self.records = True
+        self.alone = threading.RLock()  # in one step() at a time
 
         def function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
         self.__func__ = function  # a scheduler takes it, as of a method
 
+    @_dynamo_skips
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self.before
         if step is None:
@@ -46,40 +78,114 @@ class Step:
             step, args = type(optimizer).step, (optimizer, *args)
         if not self.records:
             return step(*args, **kwargs)
-        return lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
+        if self.max_grad_norm is not None or self.eager:
+            step = functools.partial(self._prepare_and_step, step)
+        if addresses_are_noted():  # which tensors without numbers don't have
+            return step(*args, **kwargs)
+        if get_eval_frame_callback() is not None:
+            return _untraced(step, args, kwargs)
+        with self.alone:
+            made = lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
+            lib.of_shim_recorded_counts(self.counts)
+            return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        return Step(memo[id(self.owner())])
+    def _prepare_and_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for param in self.eager:
+            torch.ops.optfuse.access(param)  # whose address is known: it is on no line
+        closure = kwargs.get("closure", next(filter(callable, args), None))
+        if closure is None:
+            self._clip()
+            return step(*args, **kwargs)
+
+        def clipped(*its: Any, **named: Any) -> Any:
+            loss = closure(*its, **named)
+            self._clip()
+            return loss
+
+        if kwargs.get("closure") is closure:
+            kwargs["closure"] = clipped
+        return step(*(clipped if arg is closure else arg for arg in args), **kwargs)
+
+    def _clip(self) -> None:
+        if self.max_grad_norm is None:
+            return
+        optimizer = self.owner()
+        assert optimizer is not None
+        params = parameters_of(optimizer)
+        # PyTorch's operators on lists can't write negated ones.
+        negated = any(p.grad is not None and p.grad.is_neg() for p in params)
+        stock_clip_grad_norm_(params, self.max_grad_norm, foreach=False if negated else None)
+
+    def state_of_owner(self) -> Any:
+        """What is pickled, or copied: stock's."""
+        optimizer = self.owner()
+        state = type(optimizer).__getstate__(optimizer)  # type: ignore[attr-defined]
+        if state is not None and RECORDED in state:  # all attributes
+            state = {k: v for k, v in state.items() if k not in _OURS}
+            if self.before is not None:
+                state[_STEP] = self.before
+        return state
+
+    def copy_of_owner(self, memo: dict[int, Any]) -> Optimizer:
+        optimizer: Any = self.owner()
+        if (copies := getattr(type(optimizer), "__deepcopy__", None)) is not None:
+            return copies(optimizer, memo)  # type: ignore[no-any-return]
+        make, its, state, *_ = optimizer.__reduce_ex__(4)
+        twin = memo[id(optimizer)] = make(*its)
+        twin.__setstate__(copy.deepcopy(state, memo))
+        return _record(twin, self.max_grad_norm, copy.deepcopy(self.eager, memo))
+
+    def described(self) -> str:
+        counts = last_counts(self)
+        return (
+            f"its own step() is recorded: in the last one {counts['lines']} operators ran as "
+            f"{counts['programs']} programs and {counts['operators']} operators, and "
+            f"{counts['at_once']} at once"
+        )
 
 
-def is_recorded(optimizer: Optimizer) -> bool:
-    return RECORDED in optimizer.__dict__
-
-
-def is_asked(recorded: bool | None) -> bool:
-    return os.environ.get("OPTFUSE_RECORDED", "") not in ("", "0") if recorded is None else recorded
+def is_asked(recorded: bool | None, optimizer: Optimizer) -> bool:
+    """Parameters on GPUs are not recorded yet, unless it is said."""
+    if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
+        recorded = said != "0"
+    if recorded is None:
+        return not any(is_gpu(param.device) for param in parameters_of(optimizer))
+    return recorded
 
 
 def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:
     """Whether its class has no kernels, and step() is all that is to be fused."""
     rule = RULES.get(type(optimizer))
-    if rule is not None and not rule.external:
-        return False
-    if isinstance(mode, Backward):
-        return mode.ddp is None
-    return mode.max_grad_norm is None and mode.ddp is None and mode.delay is None
+    if isinstance(mode, Backward):  # updates by torch's operators need no step() there
+        return rule is None and not is_registered(type(optimizer))
+    return (rule is None or rule.external) and mode.delay is None
 
 
-def fuse_recorded(optimizer: OptimizerT) -> OptimizerT:
+def fuse_recorded(optimizer: OptimizerT, mode: Forward, eager: Iterable[Tensor]) -> OptimizerT:
     """None of the class's code runs."""
+    chosen = check_eager(eager, optimizer)
+    if mode.ddp is not None:  # step() needs all gradients: they come as in stock
+        check_model(mode.ddp, optimizer, 1, AwaitedLater)
     _process.start()
     raw_memory.watch_recorded()
-    optimizer.__dict__[RECORDED] = optimizer.__dict__[_STEP] = Step(optimizer)
+    if mode.ddp is not None:
+        reduction_of(mode.ddp, AwaitedLater)
+    return _record(optimizer, mode.max_grad_norm, chosen)
+
+
+def _record(
+    optimizer: OptimizerT, max_grad_norm: float | None, eager: Iterable[Tensor]
+) -> OptimizerT:
+    step = Step(optimizer, max_grad_norm, eager)
+    ours = step, step, step.state_of_owner, step.copy_of_owner
+    optimizer.__dict__.update(zip(_OURS, ours, strict=True))
     return optimizer
 
 
 def unfuse_recorded(optimizer: Optimizer) -> None:
-    step = optimizer.__dict__.pop(RECORDED)
+    step = optimizer.__dict__[RECORDED]
+    for name in _OURS[1:]:
+        optimizer.__dict__.pop(name, None)
     step.records = False  # somebody may have it
     if optimizer.__dict__.get(_STEP) is step:
         del optimizer.__dict__[_STEP]
@@ -87,8 +193,5 @@ def unfuse_recorded(optimizer: Optimizer) -> None:
             optimizer.__dict__[_STEP] = step.before
 
 
-def last_counts() -> dict[str, int]:
-    """The counts of this thread's last recorded step()."""
-    counts = (ctypes.c_int64 * len(_COUNTS))()
-    lib.of_shim_recorded_counts(counts)
-    return dict(zip(_COUNTS, counts, strict=True))
+def last_counts(step: Step) -> dict[str, int]:
+    return dict(zip(_COUNTS, step.counts, strict=True))

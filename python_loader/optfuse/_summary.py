@@ -18,7 +18,7 @@ from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
 from optfuse._link import Link, link_of
-from optfuse._options import RECORDED, is_fused
+from optfuse._options import RECORDED, is_fused, is_recorded
 from optfuse._rules import Group, Rule
 from optfuse._trials import products
 
@@ -180,21 +180,23 @@ def _numbers(counts: Counts) -> dict[str, Any]:
     return {name: getattr(counts, name) for name, *_ in counts._fields_}
 
 
-def _disabled(optimizer: str, params: list[Tensor]) -> Summary:
-    """The summary of an optimizer that fuse() left as it is, since OPTFUSE_DISABLE said so."""
+def _of_own_step(optimizer: Optimizer, params: list[Tensor]) -> Summary:
+    """The summary of one whose step() is recorded, or that fuse() left as it is, since
+    OPTFUSE_DISABLE said so."""
+    step = optimizer.__dict__.get(RECORDED)
     return Summary(
-        optimizer=optimizer,
-        mode="disabled",
+        optimizer=type(optimizer).__name__,
+        mode="forward" if step else "disabled",
         parameters=len(params),
         elements=sum(p.numel() for p in params),
-        reference="the class itself (OPTFUSE_DISABLE is set)",
+        reference="the class itself" + " (OPTFUSE_DISABLE is set)" * (step is None),
         reference_differs=(),
         gpu_bits_differ=(),
         own_step_because=(),
-        traced="",
+        traced=step.described() if step else "",
         products_because=(),
         isa={},
-        eager=0,
+        eager=len(step.eager) if step else 0,
         delayed=0,
         delay_bytes=0,
         compiled=False,
@@ -212,7 +214,7 @@ def summary(optimizer: Optimizer) -> Summary:
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
     if not is_fused(optimizer):
-        return _disabled(type(optimizer).__name__, params)
+        return _of_own_step(optimizer, params)
     link = link_of(optimizer)
     updater = link.ledger.updater
     counts = _counts_of(link)
@@ -256,8 +258,8 @@ def explain(optimizer: Optimizer) -> str:
     and of each layer whose gradient may be a promise what became of it. Raises optfuse.Error if the
     optimizer is not fused."""
     name = type(optimizer).__name__
-    if RECORDED in optimizer.__dict__:
-        return f"{name}: its own step(), whose operators are recorded and run together at its end"
+    if is_recorded(optimizer):
+        return f"{name}: {optimizer.__dict__[RECORDED].described()}"
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "error.h"
+#include "guard.h"
 #include "recorded/programs.h"
 
 namespace optfuse::recorded {
@@ -76,7 +77,7 @@ class Compiler {
                                        first.dtype == other.dtype;
                 if (!are_plain || (first.offset < other.offset + other.numel &&
                                    other.offset < first.offset + first.numel))
-                    overlaps[first.storage_number] = true;
+                    overlaps[first.storage_number] = OF_GUARD(recorded_parts);
             }
     }
 
@@ -135,7 +136,7 @@ class Compiler {
         each_of(units[u], [this](uint32_t number, bool is_written) {
             if (group_of[number] != kNobody)
                 close(group_of[number]);
-            if (!is_written)
+            if (!is_written || !OF_GUARD(recorded_readers))
                 return;
             for (const uint32_t reader :
                  std::exchange(readers[entry(number).storage_number], {}))

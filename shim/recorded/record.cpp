@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "autograd/recompute.h"
+#include "guard.h"
 #include "recorded/forms.h"
 #include "tensor/plain_mode.h"
 
@@ -125,7 +126,7 @@ class Called {
     }
 
     void run_at_once() {
-        if (!k.makes_blank && needs_lines()) {
+        if (!k.makes_blank && needs_lines() && OF_GUARD(recorded_order)) {
             tape->meets("looks at numbers (" + op.schema().name() + ")");
             tape->play();
         }
@@ -169,7 +170,7 @@ class Called {
         if ((keys & kModes).has_any(kModes) || c10::InferenceMode::is_enabled() ||
             tape->is_in_backward())
             return true;
-        return c10::GradMode::is_enabled() &&
+        return c10::GradMode::is_enabled() && OF_GUARD(recorded_graph) &&
                !each([](const at::Tensor &tensor) { return !tensor.requires_grad(); });
     }
 
@@ -228,7 +229,7 @@ class Called {
     }
 
     bool record() {
-        if (k.way == Way::WRITE && may_overlap())
+        if (k.way == Way::WRITE && may_overlap() && OF_GUARD(recorded_overlap))
             return false;
         if (k.elementwise)
             if (auto results = forms_by_rule(tape, k, args())) {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "guard.h"
 #include "recorded/tape.h"
 
 namespace optfuse::recorded {
@@ -40,7 +41,7 @@ void prune(Shown &shown) {
 void show(c10::StorageImpl *storage) {
     Shown &shown = all();
     const std::lock_guard<std::mutex> lock(shown.guards_all);
-    if (!shown.storages.insert(storage).second)
+    if (!OF_GUARD(recorded_show) || !shown.storages.insert(storage).second)
         return;
     shown.kept.emplace_back(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
     shown.has_any.store(true, std::memory_order_release);

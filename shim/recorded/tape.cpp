@@ -6,11 +6,13 @@
 #include <ATen/native/TensorIterator.h>
 #include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <ATen/record_function.h>
 
 #include <atomic>
 #include <utility>
 
 #include "error.h"
+#include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/schedule.h"
 #include "tensor/plain_mode.h"
@@ -73,7 +75,7 @@ void Tape::drop_garbage() {
 
 void Tape::begin_line() {
     const Settings now;
-    if (!lines.empty() && !(now == settings)) {
+    if (!lines.empty() && !(now == settings) && OF_GUARD(recorded_settings)) {
         meets("changes settings such as the number of threads");
         play();
     }
@@ -101,7 +103,8 @@ void Tape::seal_written(const at::Tensor &tensor) {
 void Tape::seal_read(const at::Tensor &tensor) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(impl);
-    if (is_ahead() || is_small(storage) || is_sealed(storage) || write_seal_flag(storage))
+    if (is_ahead() || is_small(storage) || is_sealed(storage) || write_seal_flag(storage) ||
+        !OF_GUARD(recorded_seal))
         return;
     set_write_seal(storage, true);
     write_sealed.push_back(impl->unsafe_storage());
@@ -254,6 +257,7 @@ void Tape::play() {
         unseal(storage.unsafeGetStorageImpl());
     for (const c10::Storage &storage : std::exchange(write_sealed, {}))
         set_write_seal(storage.unsafeGetStorageImpl(), false);
+    RECORD_USER_SCOPE("optfuse::recorded"); // in a profiler's trace
     // Versions were counted when the lines were written.
     const PlainMode plain;
     const WithSettings as_called(when);

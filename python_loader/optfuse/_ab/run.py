@@ -18,7 +18,7 @@ from optfuse._ab.result import Row, equal_bits
 from optfuse._ab.variants import BuildFn, NoOptimizer, Wrap
 from optfuse._accumulate import leave_unsaid
 from optfuse._arguments.check import OPTIMIZER, argument, refusal
-from optfuse._classes import give_up_unasked
+from optfuse._fuse import give_up_unasked
 from optfuse._library.bindings import Error
 from optfuse._trials.random_state import random_state, set_random_state
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._library.bindings import Error
-from optfuse._options import RECORDED, is_disabled, is_fused
+from optfuse._options import is_disabled, owner_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -216,8 +216,7 @@ def _optimizer(value: Any) -> Optimizer:
 
 def _take_fused(value: Any) -> Optimizer:
     optimizer = _optimizer(value)
-    is_any = is_fused(optimizer) or RECORDED in optimizer.__dict__
-    if not is_any and not is_disabled():
+    if owner_of(optimizer) is None and not is_disabled():
         raise Unfit("this one is not fused, or was unfused")
     return optimizer
 

@@ -94,7 +94,9 @@ def launch_gradients(params: Iterable[Tensor]) -> None:
 def _like(tensor: Any = None, *_: Any, **__: Any) -> Tensor | None:
     """For a function that makes a tensor of this one's dtype on its device, and takes the mark for
     a device: a tensor without the mark. Not for a class that answers the function by itself."""
-    if not guard("raw") or not _is_marked(tensor) or has_torch_function_unary(tensor):
+    if not guard("raw") or not isinstance(tensor, Tensor) or has_torch_function_unary(tensor):
+        return None
+    if not torch._C._dispatch_keys(tensor).has(_key()):
         return None
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 

@@ -22,7 +22,7 @@ from optfuse._ddp.reduction import reduces
 from optfuse._fuse import fuse
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
-from optfuse._options import is_disabled, is_fused
+from optfuse._options import is_disabled, is_fused, is_recorded, owner_of
 from optfuse._own_step.reach import inner_optimizer
 from optfuse._own_step.register import is_registered, register
 
@@ -60,7 +60,7 @@ class Session:
     def made(self, optimizer: Optimizer, where: str) -> None:
         """where: file and line."""
         inner = inner_optimizer(optimizer)
-        if is_disabled() or is_fused(optimizer) or (inner and is_fused(inner[1])):
+        if is_disabled() or owner_of(optimizer) or (inner and owner_of(inner[1])):
             return
         self._fuse(optimizer, where, self._mode)
 
@@ -127,7 +127,7 @@ class Session:
         mode, _ = kind = _kind(optimizer)
         self._ours[optimizer] = where
         self._fused[kind] += 1
-        link_of(optimizer).unasked = functools.partial(self._give_up, kind, where)
+        owner_of(optimizer).unasked = functools.partial(self._give_up, kind, where)
         if reason:
             self._say_once(f"optfuse: {where}: {name} is fused in forward mode: {reason}")
         self._say(2, f"optfuse: {where}: fused {name} in {mode} mode")
@@ -182,6 +182,8 @@ class Session:
 
 
 def _kind(optimizer: Optimizer) -> tuple[str, str]:
+    if is_recorded(optimizer):
+        return "forward", type(optimizer).__name__
     link = link_of(optimizer)
     return "backward" if link.mode == BACKWARD else "forward", link.stock.__name__
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from optfuse._ab.variants import reference_flags
 from optfuse._library.bindings import BACKWARD
 from optfuse._link import link_of
-from optfuse._options import is_fused
+from optfuse._options import is_fused, is_recorded
 from optfuse._run import session
 from optfuse._script_ab import probe
 
@@ -52,7 +52,7 @@ class Session(probe.Session):
 def _mode(optimizer: Optimizer) -> str:
     """Or nothing: not fused."""
     if not is_fused(optimizer):
-        return ""
+        return "forward" if is_recorded(optimizer) else ""
     return "backward" if link_of(optimizer).mode == BACKWARD else "forward"
 
 

@@ -13,7 +13,7 @@ from optfuse._arguments.check import argument
 from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
 from optfuse._arguments.old_keywords import NAMES, with_old_keywords
 from optfuse._fuse import fuse
-from optfuse._options import is_fused
+from optfuse._options import owner_of
 
 _ONE = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _Callback: Any = importlib.import_module(_ONE).Callback
@@ -38,7 +38,7 @@ class OptfuseCallback(_Callback):  # type: ignore[misc]
         if isinstance(mode, Backward) and isinstance(model, DistributedDataParallel):
             mode = mode.behind(model)
         for optimizer in trainer.strategy.optimizers:
-            if not is_fused(optimizer):
+            if owner_of(optimizer) is None:
                 fuse(optimizer, mode, **self._options)
         # Lightning wraps each in a subclass of its class, which is another now.
         trainer.strategy.optimizers = trainer.strategy.optimizers

@@ -11,7 +11,7 @@ from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._fuse import fuse
 from optfuse._library.bindings import Error
-from optfuse._options import is_disabled, is_fused
+from optfuse._options import is_disabled, owner_of
 
 _TrainerCallback: Any = importlib.import_module("transformers").TrainerCallback
 
@@ -33,5 +33,5 @@ class OptfuseCallback(_TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any
     ) -> None:
-        if not is_disabled() and not is_fused(unwrapped(optimizer)):  # by an earlier train()
+        if not is_disabled() and owner_of(unwrapped(optimizer)) is None:  # by an earlier train()
             fuse(optimizer, **self._options)

@@ -10,6 +10,7 @@ from optim_classes import CLASSES, OPTIONS, build, matrices, set_gradients
 from own_classes import NewTensors, Tensors
 
 import optfuse
+from optfuse._rules import RULES
 
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 
@@ -45,6 +46,8 @@ def by_default(cls, params):
 def test_a_step_outside_is_refused_before_anything_changes(cls):
     if cls is torch.optim.Adagrad:
         pytest.skip("it makes its state when it is made itself")
+    if RULES[cls].external:
+        pytest.skip("its own step() raises")
     _, stock = stepped_under_inference_mode(cls, lambda optimizer: optimizer, by_default)
     with pytest.raises(RuntimeError, match="InferenceMode"):
         stock.step()
@@ -101,5 +104,5 @@ def test_a_class_that_replaces_its_state_goes_on_outside():
 def test_a_class_that_updates_its_state_raises_in_step():
     optfuse.register(Tensors, per_parameter=True)
     _, optimizer = stepped_under_inference_mode(Tensors, optfuse.fuse)
-    with pytest.raises(optfuse.Error, match="parameter 0 .*InferenceMode"):
+    with pytest.raises(RuntimeError, match="InferenceMode"):
         optimizer.step()

@@ -22,6 +22,7 @@ from guard_scenarios import (  # noqa: F401
     own_step,
     pending,
     promises,
+    recorded,
     reordering,
     traced,
 )

@@ -92,6 +92,11 @@ OUT_OF_REACH = {
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
     "reach": "it is about registered classes; programs have those of torch.optim",
+    **{
+        name: "it is about what a class does in step()"
+        for name in SCENARIOS
+        if name.startswith("recorded_")
+    },
     **dict.fromkeys(
         ("shared_state", "early_state"), "programs give no optimizer the state of another one"
     ),

@@ -44,6 +44,14 @@ OPTIONS = {
         {"adjust_lr_fn": "original", "momentum": 0.3, "ns_coefficients": (3, -4.5, 2.0)},
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_recorded(monkeypatch):
+    """In forward mode, too."""
+    monkeypatch.setenv("OPTFUSE_RECORDED", "0")
+
+
 CASES = [(cls, i) for cls in OPTIONS for i in range(len(OPTIONS[cls]))]
 
 
