@@ -208,10 +208,11 @@ OF_API void of_shim_seal_consumed(bool sealed);
 OF_API struct _object *of_shim_recorded_step(of_shim_plan *plan, struct _object *step,
                                              struct _object *arguments, struct _object *keywords);
 /* Likewise at the beginning of a backward pass, behind optfuse::begin_ahead. .grad of each of params
- * is the tensor of `gradients` in its place (lists). Its lines run as updates of their parameters. */
+ * is the tensor of `gradients` in its place (lists); those whose .grad step() sets to None are
+ * appended to `dropped`. Its lines run as updates of their parameters. */
 OF_API struct _object *of_shim_step_ahead(of_shim_plan *plan, struct _object *step,
                                           struct _object *arguments, struct _object *params,
-                                          struct _object *gradients);
+                                          struct _object *gradients, struct _object *dropped);
 /* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded. */
 OF_API int of_shim_play_recorded(bool ends);
 /* From here on Tensor.data, grad and _version, attributes of Python that are written in C, are read

@@ -132,7 +132,7 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
     know_params(plan, its);
     gradients.assign(plan.slots.size(), {});
     why.clear();
-    is_known = true;
+    n_watched++;
     for (const Slot *slot : plan.slots) {
         const at::Tensor &gradient = slot->param->grad();
         if (gradient.defined())
@@ -162,7 +162,8 @@ void Ahead::look_for_kept(const Plan &plan) {
 }
 
 bool Ahead::can_begin(const Plan &plan) const {
-    if (has_begun() || !is_known || !why.empty() || gradients.size() != plan.slots.size() ||
+    constexpr int kWatched = 2;
+    if (has_begun() || n_watched < kWatched || !why.empty() || gradients.size() != plan.slots.size() ||
         open_tape() != nullptr)
         return false;
     bool any = false;

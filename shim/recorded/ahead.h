@@ -78,7 +78,7 @@ class Ahead {
     void end();
 
     std::string why; // the last step() could not have run ahead; empty: it could
-    bool is_known = false; // a step() was watched
+    int n_watched = 0; // steps that were watched, one after the other: the first makes the state
 
   private:
     void hide_numbers();

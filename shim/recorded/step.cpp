@@ -103,20 +103,30 @@ int play_and_set_data(of_object *self, of_object *value, void *closure) {
     return -1;
 }
 
+// By parameter, what its .grad is in a step() that runs ahead of its gradients; and those whose .grad
+// it has set to None, a list of Python's.
+struct Instead {
+    ska::flat_hash_map<const of_object *, of_object *> gradients;
+    of_object *dropped;
+};
+thread_local Instead *instead = nullptr;
+
 int note_and_set_grad(of_object *self, of_object *value, void *closure) {
-    if (open == nullptr || answers([] { open->meets("sets .grad"); }))
+    const bool drops = value == nullptr || value == of_interpreter.none;
+    if (instead != nullptr && drops && instead->gradients.count(self) != 0) {
+        instead->gradients[self] = of_interpreter.none;
+        return of_interpreter.append(instead->dropped, self);
+    }
+    if (open == nullptr || drops || answers([] { open->meets("sets .grad"); }))
         return set_grad(self, value, closure);
     of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
     return -1;
 }
 
-// By parameter, what its .grad is in a step() that runs ahead of its gradients.
-thread_local const ska::flat_hash_map<const of_object *, of_object *> *instead = nullptr;
-
 of_object *get_grad_instead(of_object *self, void *closure) {
     if (instead != nullptr) {
-        const auto found = instead->find(self);
-        if (found != instead->end()) {
+        const auto found = instead->gradients.find(self);
+        if (found != instead->gradients.end()) {
             of_interpreter.keep(found->second);
             return found->second;
         }
@@ -207,12 +217,13 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
 }
 
 of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *arguments,
-                              of_object *params, of_object *gradients) {
+                              of_object *params, of_object *gradients, of_object *dropped) {
     using namespace optfuse::recorded;
     Ahead *const ahead = ahead_of(handle);
-    ska::flat_hash_map<const of_object *, of_object *> table;
+    Instead table = {{}, dropped};
     for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
-        table[of_interpreter.list_item(params, i)] = of_interpreter.list_item(gradients, i);
+        table.gradients[of_interpreter.list_item(params, i)] =
+            of_interpreter.list_item(gradients, i);
     const c10::AutoGradMode as_in_step(true);
     instead = &table;
     of_object *const result = call_recorded(
@@ -288,6 +299,18 @@ void leave_to_step(int64_t address, std::string why) {
     plan_at(address).ahead->why = std::move(why);
 }
 
+// What updates of this step read and write beside parameters and gradients.
+std::vector<at::Tensor> tensors_ahead(int64_t address) {
+    std::vector<at::Tensor> found;
+    for (const Slot *slot : plan_at(address).slots) {
+        found.insert(found.end(), slot->own.begin(), slot->own.end());
+        for (const at::Tensor &state : slot->state)
+            if (state.defined())
+                found.push_back(state);
+    }
+    return found;
+}
+
 std::string why_not_ahead(int64_t address) {
     const Plan &plan = plan_at(address);
     return plan.ahead ? plan.ahead->why : "";
@@ -300,6 +323,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     using namespace optfuse::recorded;
     m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
     m.def("unexpected(int plan) -> int[]", unexpected);
+    m.def("tensors_ahead(int plan) -> Tensor[]", tensors_ahead);
     m.def("confirm_ahead(int plan) -> ()", confirm_ahead);
     m.def("end_ahead(int plan) -> ()", end_ahead);
     m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);

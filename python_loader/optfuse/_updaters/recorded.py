@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,6 +153,8 @@ class Recorded(Updater):
         if done and self._run is not None:
             torch.ops.optfuse.confirm_ahead(self._plan)
             self._run.show(optimizer)
+            for param in self._run.dropped:
+                param.grad = None
             self._end()
 
     def give_up(self, optimizer: Optimizer) -> None:
@@ -178,7 +180,8 @@ class Recorded(Updater):
         try:
             with _as_stock(optimizer, self._stock):
                 run.result = lib_with_gil.of_shim_step_ahead(
-                    *(self._plan, self._stock.step, (optimizer,)), *(params, gradients)
+                    *(self._plan, self._stock.step, (optimizer,)),
+                    *(params, gradients, run.dropped),
                 )
             for i in range(len(gradients)):
                 if sys.getrefcount(gradients[i]) > _IN_A_LIST:
@@ -198,7 +201,7 @@ class Recorded(Updater):
             raise Error(_CALLED.format("arguments"))
         if has_hooks(optimizer):
             raise Error(_CALLED.format("hooks that were registered since then"))
-        changed = run.changed(optimizer) if same_state else "the state"
+        changed = run.changed(optimizer, self._plan) if same_state else "the state"
         self._complained = True
         if changed is not None:
             raise Error(_LATE.format(changed))
@@ -219,6 +222,7 @@ class Run:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = _Snapshot(optimizer)
+        self.dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
 
     def hide(self, optimizer: Optimizer) -> None:
         """step() has run."""
@@ -229,12 +233,18 @@ class Run:
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)
 
-    def changed(self, optimizer: Optimizer) -> str | None:
+    def changed(self, optimizer: Optimizer, plan: int) -> str | None:
         """The first setting that is not as step() has found it."""
         now, then = _settings(optimizer), self._settings
+        known: set[int] | None = None
         for name in {**then, **now}:
-            missing = (name in now) != (name in then)
-            if missing or difference("", then[name], now[name]) is not None:
+            if (name in now) != (name in then):
+                return name
+            if difference("", then[name], now[name]) is None:
+                continue
+            if known is None:  # the library looks at what updates use
+                known = set(map(id, torch.ops.optfuse.tensors_ahead(plan)))
+            if difference("", _but(then[name], known), _but(now[name], known)) is not None:
                 return name
         return None
 
@@ -332,12 +342,28 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
     return options | attributes
 
 
+class _Version(NamedTuple):
+    tensor: int  # its id()
+    version: int
+
+
+def _but(value: Any, known: set[int]) -> Any:
+    """Without the versions of known tensors."""
+    if isinstance(value, _Version):
+        return _Version(value.tensor, 0) if value.tensor in known else value
+    if type(value) in (list, tuple):
+        return type(value)(_but(item, known) for item in value)
+    if isinstance(value, dict):
+        return {key: _but(item, known) for key, item in value.items()}
+    return value
+
+
 def _noted(value: Any) -> Any:
     """Numbers can't change, and other objects are told by their identity; small tensors by what is in
     them, since a write through .data leaves their version as it is."""
     if isinstance(value, Tensor):
         is_small = value.device.type == "cpu" and value.numel() <= 1024
-        return value.detach().clone() if is_small else (id(value), value._version)
+        return value.detach().clone() if is_small else _Version(id(value), value._version)
     if type(value) in (list, tuple):
         return type(value)(map(_noted, value))
     if isinstance(value, dict):
