@@ -43,11 +43,13 @@ from optfuse._options import (
     products_asked,
 )
 from optfuse._own_step.untouched import says_what_ran
+from optfuse._patches import raw_memory
 from optfuse._recorded import can_record, fuse_recorded, is_asked, unfuse_recorded
 from optfuse._refuse import check_class, check_eager, check_group, check_params
 from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
+from optfuse._updaters.recorded import RECORDED
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -123,8 +125,16 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if can_record(optimizer, mode) and is_asked(recorded, optimizer):
-        return fuse_recorded(optimizer, mode, eager)
+    if can_record(optimizer, mode) and is_asked(recorded, optimizer, mode):
+        if isinstance(mode, Forward):
+            return fuse_recorded(optimizer, mode, eager)
+        check_params(optimizer.param_groups)
+        _process.start()
+        raw_memory.watch_recorded()
+        options = _options(optimizer, mode, eager, bucket_bytes)
+        return become_fused(
+            optimizer, replace(options, products=products or products_asked()), RECORDED
+        )
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is

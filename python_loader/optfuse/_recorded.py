@@ -45,7 +45,7 @@ _dynamo_skips = functools.partial(torch._dynamo.disable, recursive=False)
 
 @torch._dynamo.disable
 def _untraced(step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return lib_with_gil.of_shim_recorded_step(step, args, kwargs)
+    return lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
 
 
 class Step:
@@ -84,7 +84,7 @@ class Step:
         if get_eval_frame_callback() is not None:
             return _untraced(step, args, kwargs)
         with self.alone:
-            made = lib_with_gil.of_shim_recorded_step(step, args, kwargs)
+            made = lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
             lib.of_shim_recorded_counts(self.counts)
             return made
 
@@ -143,20 +143,25 @@ class Step:
         )
 
 
-def is_asked(recorded: bool | None, optimizer: Optimizer) -> bool:
-    """Parameters on GPUs are not recorded yet, unless it is said."""
+def is_asked(recorded: bool | None, optimizer: Optimizer, mode: Forward | Backward) -> bool:
+    """In backward mode, and where parameters are on GPUs, nothing is recorded yet unless it is
+    said."""
     if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
         recorded = said != "0"
     if recorded is None:
-        return not any(is_gpu(param.device) for param in parameters_of(optimizer))
+        return isinstance(mode, Forward) and not any(
+            is_gpu(param.device) for param in parameters_of(optimizer)
+        )
     return recorded
 
 
 def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:
     """Whether its class has no kernels, and step() is all that is to be fused."""
     rule = RULES.get(type(optimizer))
-    if not isinstance(mode, Forward) or (rule is not None and not rule.external):
+    if rule is not None and not rule.external:
         return False
+    if isinstance(mode, Backward):
+        return mode.ddp is None
     return mode.delay is None
 
 

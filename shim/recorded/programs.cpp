@@ -75,9 +75,9 @@ class Trial {
         if (instructions.empty() || instructions[0].dtype == at::kBool)
             return !instructions.empty(); // of booleans alone
         const at::Tensor by_program = run_instructions(instructions, numbered);
-        torch::jit::Stack stack(given.begin(), given.begin() + results);
+        torch::jit::Stack stack = arguments_of(here, given);
         line.op.callBoxed(stack);
-        const c10::IValue &to = n > results ? stack[0] : given[0];
+        const c10::IValue &to = n > results ? stack[0] : given[line.known->target];
         const at::Tensor by_operator = to.isTensor() ? to.toTensor() : to.toTensorList().get(0);
         return same_bits(by_program, by_operator.to(by_program.scalar_type()));
     }
@@ -111,7 +111,7 @@ class Trial {
                                 const Numbered &numbered) {
         const at::ScalarType dtype = instructions[0].dtype;
         std::map<uint32_t, at::Tensor> copies;
-        Memory memory = {};
+        of_part part = {{}, kTried, *dtype_of(dtype), nullptr};
         std::map<uint32_t, unsigned char> places;
         const auto place_of = [&](uint32_t number) {
             const auto next = static_cast<unsigned char>(places.size());
@@ -120,7 +120,7 @@ class Trial {
                 for (const auto &[_, tensor] : instead)
                     if (tensor.unsafeGetTensorImpl() == numbered.entries[number].impl)
                         copies[number] = tensor.to(dtype, false, true);
-                memory[next] = copies.at(number).mutable_data_ptr();
+                part.memory[next] = copies.at(number).mutable_data_ptr();
             }
             return at->second;
         };
@@ -139,7 +139,8 @@ class Trial {
         of_program program = {code.data(), code.size(), 0, 0, false};
         if (const char *wrong = of_program_check(&program))
             fail(std::string("optfuse: an instruction can't be run: ") + wrong);
-        run_program(&program, memory, kTried, *dtype_of(dtype));
+        part.program = &program;
+        run_programs({part});
         return copies.at(instructions[0].to);
     }
 
@@ -152,17 +153,8 @@ class Trial {
 
 } // namespace
 
-void run_program(const of_program *program, const Memory &memory, int64_t numel, of_dtype dtype) {
-    of_inputs in = {};
-    in.numel = numel;
-    in.dtype = dtype;
-    in.device = OF_CPU;
-    in.program = program;
-    in.param = memory[OF_REGISTER_PARAM];
-    in.grad = memory[OF_REGISTER_GRAD];
-    for (size_t i = 0; i < OF_MAX_STATE; i++)
-        in.state[i] = memory[OF_REGISTER_STATE + i];
-    check(of_plan_run_program(kernels(), &in));
+void run_programs(const std::vector<of_part> &parts) {
+    check(of_plan_run_programs(kernels(), parts.data(), parts.size()));
 }
 
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,

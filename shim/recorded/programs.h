@@ -2,7 +2,6 @@
 // programs.h: programs over tensors' memory, and whether an instruction has its operator's bits.
 #pragma once
 
-#include <array>
 #include <vector>
 
 #include "optfuse.h"
@@ -11,10 +10,8 @@
 
 namespace optfuse::recorded {
 
-using Memory = std::array<void *, OF_REGISTER_TEMPORARY>;
-
-// memory: what its first registers are.
-void run_program(const of_program *program, const Memory &memory, int64_t numel, of_dtype dtype);
+// Side by side: none may use what another one writes.
+void run_programs(const std::vector<of_part> &parts);
 
 // Tried once for each operator, instruction and dtype, on numbers of all kinds. made: by
 // translate().

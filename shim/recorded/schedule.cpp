@@ -11,6 +11,8 @@
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
+#include "tensor/references.h"
+#include "traced/programs.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -34,45 +36,19 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
     to.copy_(made);
 }
 
-void run_operator(const Line &line, std::vector<c10::IValue> &values) {
-    torch::jit::Stack stack;
-    for (uint32_t i = line.first; i < line.results; i++)
-        stack.push_back(std::move(values[i]));
+void run_operator(const Line &line, const std::vector<c10::IValue> &values) {
+    torch::jit::Stack stack = arguments_of(line, values);
     line.op.callBoxed(stack);
     for (uint32_t i = line.results, j = 0; i < line.end; i++, j++) {
-        const c10::IValue to = std::move(values[i]);
-        if (to.isTensor()) {
-            give_memory(to.toTensor(), std::move(stack[j]).toTensor());
+        if (values[i].isTensor()) {
+            give_memory(values[i].toTensor(), std::move(stack[j]).toTensor());
             continue;
         }
         auto made = std::move(stack[j]).toTensorList();
-        const auto targets = to.toTensorList();
+        const auto targets = values[i].toTensorList();
         for (size_t e = 0; e < made.size(); e++)
             give_memory(targets.get(e), made.extract(e));
     }
-}
-
-void run_group(const Group &group, const std::vector<Entry> &entries,
-               const std::vector<c10::IValue> &values, std::vector<of_instruction> *code) {
-    for (const uint32_t number : group.makes) {
-        const Entry &e = entries[number];
-        e.storage->set_data_ptr_noswap(e.storage->allocator()->allocate(e.storage->nbytes()));
-        unseal(e.storage);
-        unmark(e.impl);
-    }
-    if (!group.is_as_before) {
-        *code = group.code;
-        for (const Group::Patch &patch : group.patches) {
-            of_instruction &q = (*code)[patch.instruction];
-            (patch.is_second ? q.t : q.s) = patch.number.in(values);
-        }
-        code->resize(of_program_fuse(code->data(), code->size()));
-    }
-    of_program program = {code->data(), code->size(), group.reads, group.writes, false};
-    std::array<void *, OF_REGISTER_TEMPORARY> memory = {};
-    for (size_t i = 0; i < group.memory.size(); i++)
-        memory[i] = entries[group.memory[i]].memory();
-    run_program(&program, memory, group.numel, group.dtype);
 }
 
 struct KnownSchedules {
@@ -83,7 +59,7 @@ struct KnownSchedules {
 
 constexpr size_t kMostWords = 4u << 20; // 32 MB
 
-uint64_t hash_of(const std::vector<uint64_t> &words) {
+uint64_t hash_of(at::ArrayRef<uint64_t> words) {
     uint64_t h = 0x9E3779B97F4A7C15ull;
     for (const uint64_t word : words) {
         h = (h ^ word) * 0xD6E8FEB86659FD93ull;
@@ -96,10 +72,11 @@ uint64_t hash_of(const std::vector<uint64_t> &words) {
 const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                             const Numbered &numbered) {
     static thread_local KnownSchedules known;
-    const uint64_t hash = hash_of(numbered.words);
+    const at::ArrayRef<uint64_t> words = numbered.words();
+    const uint64_t hash = hash_of(words);
     const auto found = known.made.find(hash);
     if (found != known.made.end())
-        return found->second->words == numbered.words ? found->second.get() : nullptr;
+        return words == found->second->words ? found->second.get() : nullptr;
     if (known.words > kMostWords) {
         known.made.clear();
         known.seen.clear();
@@ -109,34 +86,115 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
         known.words++;
         return nullptr;
     }
-    known.words += numbered.words.size();
+    known.words += words.size();
     auto &made = known.made[hash];
     made = std::make_unique<Schedule>(compile(lines, values, numbered));
     return made.get();
 }
 
-bool is_absent(const c10::IValue &value) {
-    return !each_tensor(value, [](const at::Tensor &tensor) {
-        return !is_absent(storage_of(tensor.unsafeGetTensorImpl()));
-    });
-}
+// More elements fill the threads by themselves, and what they need is not made at the same time.
+constexpr int64_t kMostInBatch = 1 << 18;
+constexpr size_t kMostGarbage = 4u << 20; // bytes
 
-void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c10::IValue> &values,
-         const Numbered &numbered, Counts *counts) {
-    std::vector<of_instruction> code;
-    for (const Step &step : schedule.steps) {
-        if (step.is_group) {
-            run_group(schedule.groups[step.number], numbered.entries, values, &code);
-            counts->groups++;
-        } else {
-            run_operator(lines[step.number], values);
-            counts->calls++;
+class Run {
+  public:
+    Run(const Schedule &the_schedule, const std::vector<Line> &the_lines,
+        std::vector<c10::IValue> &its, const Numbered &numbered, Tape *its_tape)
+        : schedule(the_schedule), lines(the_lines), values(its), entries(numbered.entries),
+          tape(its_tape) {
+        code.reserve(schedule.instructions);
+        programs.reserve(schedule.groups.size()); // parts refer to them
+    }
+
+    void run() {
+        for (const Step &step : schedule.steps) {
+            if (step.is_group) {
+                put(schedule.groups[step.number]);
+                tape->counts.groups++;
+            } else {
+                run_batch();
+                run_operator(lines[step.number], values);
+                tape->counts.calls++;
+            }
+            end(step);
         }
+        run_batch();
+    }
+
+  private:
+    void put(const Group &group) {
+        if (group.waits || elements + group.numel > kMostInBatch)
+            run_batch();
+        for (const uint32_t number : group.makes) {
+            const Entry &e = entries[number];
+            e.storage->set_data_ptr_noswap(e.storage->allocator()->allocate(e.storage->nbytes()));
+            unseal(e.storage);
+            unmark(e.impl);
+        }
+        if (!group.is_as_before)
+            put_program(group);
+        of_part part = {{}, group.numel, group.dtype, &programs.back()};
+        for (size_t i = 0; i < group.memory.size(); i++)
+            part.memory[i] = entries[group.memory[i]].memory();
+        batch.push_back(part);
+        elements += group.numel;
+    }
+
+    void put_program(const Group &group) {
+        const size_t first = code.size();
+        code.insert(code.end(), group.code.begin(), group.code.end());
+        for (const Group::Patch &patch : group.patches) {
+            of_instruction &q = code[first + patch.instruction];
+            (patch.is_second ? q.t : q.s) = patch.number.in(values);
+        }
+        const size_t n = of_program_fuse(&code[first], group.code.size());
+        code.resize(first + n);
+        programs.push_back({&code[first], n, group.reads, group.writes, false});
+    }
+
+    void run_batch() {
+        if (!batch.empty())
+            run_programs(batch);
+        batch.clear();
+        elements = 0;
+    }
+
+    // Lines that are done need nothing any more.
+    void end(const Step &step) {
         for (const uint32_t done : step.done)
             for (uint32_t i = lines[done].first; i < lines[done].end; i++)
-                if (!is_absent(values[i]))
-                    values[i] = c10::IValue();
+                tape->drop_later(std::move(values[i]));
+        bytes += step.frees;
+        if (bytes < kMostGarbage)
+            return;
+        run_batch();
+        tape->drop_garbage();
+        bytes = 0;
     }
+
+    const Schedule &schedule;
+    const std::vector<Line> &lines;
+    std::vector<c10::IValue> &values;
+    const std::vector<Entry> &entries;
+    Tape *const tape;
+    std::vector<of_instruction> code;
+    std::vector<of_program> programs;
+    std::vector<of_part> batch;
+    int64_t elements = 0; // of the batch
+    size_t bytes = 0;     // of what is dropped later
+};
+
+bool is_same_place(const Entry &e, const c10::TensorImpl *impl) {
+    return e.storage == storage_of(impl) && e.offset == impl->storage_offset() &&
+           equal(e.impl->sizes(), impl->sizes()) && equal(e.impl->strides(), impl->strides());
+}
+
+bool is_same(const std::vector<of_instruction> &a, const std::vector<of_instruction> &b) {
+    return a.size() == b.size() &&
+           std::equal(a.begin(), a.end(), b.begin(), [](const auto &x, const auto &y) {
+               return x.operation == y.operation && x.to == y.to && x.a == y.a && x.b == y.b &&
+                      x.c == y.c && x.s == y.s && x.t == y.t;
+           });
 }
 
 // Results that will never be made are no part of the tape any more, and have no address.
@@ -152,18 +210,71 @@ void give_up(const std::vector<c10::IValue> &values) {
 
 } // namespace
 
-void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
-               Counts *counts) {
+std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
+                                          const std::vector<c10::IValue> &values,
+                                          const c10::TensorImpl *param,
+                                          const c10::TensorImpl *gradient,
+                                          const std::shared_ptr<const Program> &before,
+                                          std::vector<at::Tensor> *state) {
+    static thread_local Numbered numbered; // its room
+    numbered.read(lines, values);
+    const Schedule *schedule = schedule_of(lines, values, numbered);
+    if (schedule == nullptr || schedule->steps.size() != 1 || !schedule->steps[0].is_group)
+        return nullptr;
+    const Group &group = schedule->groups[0];
+    if (!group.makes.empty() || group.numel != param->numel() ||
+        dtype_of(param->dtype().toScalarType()) != group.dtype)
+        return nullptr;
+    unsigned char places[OF_REGISTERS];
+    for (unsigned char i = 0; i < OF_REGISTERS; i++)
+        places[i] = i;
+    for (size_t i = 0; i < group.memory.size(); i++) {
+        const Entry &e = numbered.entries[group.memory[i]];
+        if (is_same_place(e, param)) {
+            places[i] = OF_REGISTER_PARAM;
+        } else if (is_same_place(e, gradient)) {
+            places[i] = OF_REGISTER_GRAD;
+        } else if (e.is_absent || state->size() == OF_MAX_STATE ||
+                   e.impl->dtype() != param->dtype() ||
+                   !equal(e.impl->strides(), param->strides())) {
+            return nullptr;
+        } else {
+            places[i] = static_cast<unsigned char>(OF_REGISTER_STATE + state->size());
+            state->push_back(reference_to(e.impl));
+        }
+    }
+    std::vector<of_instruction> code = group.code;
+    for (const Group::Patch &patch : group.patches)
+        (patch.is_second ? code[patch.instruction].t : code[patch.instruction].s) =
+            patch.number.in(values);
+    for (of_instruction &q : code)
+        for (unsigned char *const at : {&q.to, &q.a, &q.b, &q.c})
+            *at = places[*at];
+    of_program core = {code.data(), code.size(), 0, 0, false};
+    if (of_program_check(&core) != nullptr)
+        return nullptr;
+    code.resize(of_program_fuse(code.data(), code.size()));
+    if (before && is_same(before->code, code))
+        return before;
+    const auto made = std::make_shared<Program>();
+    made->code = std::move(code);
+    made->core = {made->code.data(), made->code.size(), core.reads, core.writes, false};
+    return made;
+}
+
+void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {
     try {
         static thread_local Numbered numbered; // its room
         numbered.read(lines, values);
         if (const Schedule *schedule = schedule_of(lines, values, numbered)) {
-            run(*schedule, lines, values, numbered, counts);
+            Run(*schedule, lines, values, numbered, tape).run();
             return;
         }
-        for (const Line &line : lines)
+        for (const Line &line : lines) {
             run_operator(line, values);
-        counts->calls += static_cast<int64_t>(lines.size());
+            std::fill(values.begin() + line.first, values.begin() + line.end, c10::IValue());
+        }
+        tape->counts.calls += static_cast<int64_t>(lines.size());
     } catch (...) {
         give_up(values);
         throw;

@@ -28,7 +28,6 @@ from optfuse._own_step import hand_set_scale
 from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.tried import Tried
-from optfuse._own_step.twin import step_of
 from optfuse._own_step.untouched import says_what_ran
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group
@@ -219,6 +218,8 @@ class Ledger:
         state: dict[Tensor, Entry] = optimizer.__dict__["state"]
         flushed = False
         self.leaves_state(optimizer)
+        if self.updater.knows_state(optimizer, self.slots) and not self.order.is_open():
+            return False
         for slot, param in enumerate(self.slots.params):
             flushed = self.updater.tell_entry(self.slots, slot, state.get(param), False, flushed)
         shared = self.slots.sharing()
@@ -319,7 +320,7 @@ class Ledger:
             return True
         if not in_backward:
             self._leave(optimizer)
-            step_of(self._stock)(optimizer)
+            self.updater.take_step(optimizer)
             lib.of_shim_restart_count(self.plan)
         return False
 
