@@ -41,7 +41,7 @@ TRAINED = {"MobileNetV2": 1, "MLP-200x64": 8, "GPT": 1}  # and batches
 SECONDS = 4.0  # of whole iterations
 Wrap = Callable[[Optimizer], Optimizer]
 WAYS: dict[str, Wrap] = {
-    "traced": optfuse.fuse,
+    "traced": partial(optfuse.fuse, recorded=False),
     "own": lambda optimizer: optimizer,
     "loop": partial(with_flags, foreach=False),
     "foreach": partial(with_flags, foreach=True),
@@ -168,7 +168,7 @@ def trained(cls: type[Optimizer], cell: Cell, smoke: bool) -> dict[str, Any]:
     variants: dict[str, Wrap] = {
         "default": WAYS["own"],
         "backward": partial(optfuse.fuse, mode="backward"),
-        "forward": optfuse.fuse,
+        "forward": WAYS["traced"],
     }
     found = optfuse.ab(
         build,
@@ -224,7 +224,7 @@ def ruled(name: str, of: str, smoke: bool) -> dict[str, Any]:
     made = {
         "rule": lambda params: optfuse.fuse(cls(params, lr=1e-3, foreach=False)),
         "traced": lambda params: optfuse.fuse(
-            type(name, (cls,), {})(params, lr=1e-3, foreach=False)
+            type(name, (cls,), {})(params, lr=1e-3, foreach=False), recorded=False
         ),
     }
     ms, *_ = times(made, of, 2 if smoke else ROUNDS[of])

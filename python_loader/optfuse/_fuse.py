@@ -125,7 +125,7 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if can_record(optimizer, mode) and is_asked(recorded, optimizer):
+    if can_record(optimizer, mode) and is_asked(recorded, optimizer, mode):
         if isinstance(mode, Forward):
             return fuse_recorded(optimizer, mode, eager)
         check_params(optimizer.param_groups)

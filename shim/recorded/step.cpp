@@ -97,7 +97,7 @@ of_object *(*get_grad)(of_object *self, void *closure) = nullptr;
 
 // Lines refer to tensors, and a tensor to the memory that it has then.
 int play_and_set_data(of_object *self, of_object *value, void *closure) {
-    if (open == nullptr || !OF_GUARD(recorded_data) || play_for("sets .data"))
+    if (!OF_GUARD(recorded_data) || open == nullptr || play_for("sets .data"))
         return set_data(self, value, closure);
     of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
     return -1;

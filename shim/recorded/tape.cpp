@@ -5,8 +5,8 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/native/TensorIterator.h>
 #include <ATen/ops/clone.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
 #include <utility>
