@@ -181,11 +181,10 @@ void Ahead::run(size_t slot, const at::Tensor &gradient) {
     storage->set_data_ptr_noswap(
         c10::DataPtr(data_of(gradient.unsafeGetTensorImpl()), storage->device()));
     unseal(storage);
-    Counts counts = {};
     const bool done = answers([&] {
         const PlainMode plain;
         const WithSettings as_called(settings);
-        run_lines(part.lines, part.values, &counts);
+        run_lines(part.lines, part.values, its_tape.get());
     });
     storage->set_data_ptr_noswap(
         c10::DataPtr(nullptr, its_tape->context(), forget_absent, storage->device()));

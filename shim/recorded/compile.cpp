@@ -135,13 +135,15 @@ class Compiler {
         each_of(units[u], [this](uint32_t number, bool is_written) {
             if (group_of[number] != kNobody)
                 close(group_of[number]);
-            if (!is_written)
-                return;
-            for (const uint32_t reader :
-                 std::exchange(readers[entry(number).storage_number], {}))
-                close(reader);
+            if (is_written)
+                close_readers(number);
         });
         planned.push_back({u, {u}, {}});
+    }
+
+    void close_readers(uint32_t written) {
+        for (const uint32_t reader : std::exchange(readers[entry(written).storage_number], {}))
+            close(reader);
     }
 
     bool fits(const OpenGroup &group, const Instruction &q) const {
@@ -169,6 +171,10 @@ class Compiler {
                 close(found);
             }
         };
+        for (size_t i = 0; i < q.n_read; i++)
+            if (group_of[q.read[i]] != kNobody)
+                close(group_of[q.read[i]]);
+        close_readers(q.to);
         meet(q.to);
         for (size_t i = 0; i < q.n_from; i++)
             meet(q.from[i]);

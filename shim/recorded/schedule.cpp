@@ -94,12 +94,23 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
 constexpr int64_t kMostInBatch = 1 << 18;
 constexpr size_t kMostGarbage = 4u << 20; // bytes
 
+// What stays allocated from tape to tape.
+struct Room {
+    Numbered numbered;
+    std::vector<of_instruction> code;
+    std::vector<of_program> programs;
+    std::vector<of_part> batch;
+};
+
 class Run {
   public:
     Run(const Schedule &the_schedule, const std::vector<Line> &the_lines,
-        std::vector<c10::IValue> &its, const Numbered &numbered, Tape *its_tape)
-        : schedule(the_schedule), lines(the_lines), values(its), entries(numbered.entries),
-          tape(its_tape) {
+        std::vector<c10::IValue> &its, Room *room, Tape *its_tape)
+        : schedule(the_schedule), lines(the_lines), values(its), entries(room->numbered.entries),
+          tape(its_tape), code(room->code), programs(room->programs), batch(room->batch) {
+        code.clear();
+        programs.clear();
+        batch.clear();
         code.reserve(schedule.instructions);
         programs.reserve(schedule.groups.size()); // parts refer to them
     }
@@ -162,12 +173,11 @@ class Run {
         for (const uint32_t done : step.done)
             for (uint32_t i = lines[done].first; i < lines[done].end; i++)
                 tape->drop_later(std::move(values[i]));
-        bytes += step.frees;
-        if (bytes < kMostGarbage)
+        tape->garbage_bytes += step.frees;
+        if (tape->garbage_bytes < kMostGarbage)
             return;
         run_batch();
         tape->drop_garbage();
-        bytes = 0;
     }
 
     const Schedule &schedule;
@@ -175,11 +185,10 @@ class Run {
     std::vector<c10::IValue> &values;
     const std::vector<Entry> &entries;
     Tape *const tape;
-    std::vector<of_instruction> code;
-    std::vector<of_program> programs;
-    std::vector<of_part> batch;
+    std::vector<of_instruction> &code;
+    std::vector<of_program> &programs;
+    std::vector<of_part> &batch;
     int64_t elements = 0; // of the batch
-    size_t bytes = 0;     // of what is dropped later
 };
 
 // Results that will never be made are no part of the tape any more, and have no address.
@@ -197,10 +206,10 @@ void give_up(const std::vector<c10::IValue> &values) {
 
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {
     try {
-        static thread_local Numbered numbered; // its room
-        numbered.read(lines, values);
-        if (const Schedule *schedule = schedule_of(lines, values, numbered)) {
-            Run(*schedule, lines, values, numbered, tape).run();
+        static thread_local Room room;
+        room.numbered.read(lines, values);
+        if (const Schedule *schedule = schedule_of(lines, values, room.numbered)) {
+            Run(*schedule, lines, values, &room, tape).run();
             return;
         }
         for (const Line &line : lines) {
