@@ -66,6 +66,16 @@ uint64_t hash_of(at::ArrayRef<uint64_t> words) {
     return h;
 }
 
+// Of what lines make: with so many, programs, which need no memory for most of it, are made at once.
+constexpr size_t kMostUnplanned = 16u << 20;
+
+bool makes_much(const Numbered &numbered) {
+    size_t bytes = 0;
+    for (const Entry &e : numbered.entries)
+        bytes += e.is_absent ? e.storage->nbytes() : 0;
+    return bytes > kMostUnplanned;
+}
+
 // Lines that come for the first time may never come again. Null: they have no schedule.
 const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                             const Numbered &numbered) {
@@ -80,7 +90,7 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
         known.seen.clear();
         known.words = 0;
     }
-    if (known.seen.insert(hash).second) {
+    if (known.seen.insert(hash).second && !makes_much(numbered)) {
         known.words++;
         return nullptr;
     }
@@ -91,7 +101,7 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
 }
 
 // More elements fill the threads by themselves, and what they need is not made at the same time.
-constexpr int64_t kMostInBatch = 1 << 18;
+constexpr int64_t kMostInBatch = 1 << 20;
 constexpr size_t kMostGarbage = 4u << 20; // bytes
 
 // What stays allocated from tape to tape.
