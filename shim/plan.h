@@ -103,6 +103,8 @@ struct Slot : UsualSlot {
 
 inline bool has_parts(const Slot *slot) { return slot->program && slot->program->has_parts(); }
 
+inline bool runs_lines(const Slot *slot) { return slot->program && slot->program->is_of_lines; }
+
 // The form of a state tensor that is not as its parameter; else null.
 inline const Form *form_of(const Slot *slot, size_t i) {
     return slot->program && slot->program->forms[i] ? &*slot->program->forms[i] : nullptr;

@@ -214,9 +214,9 @@ OF_API struct _object *of_shim_step_ahead(of_shim_plan *plan, struct _object *st
                                           struct _object *gradients);
 /* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded. */
 OF_API int of_shim_play_recorded(bool ends);
-/* From here on Tensor.data and Tensor.grad, attributes of Python that are written in C, are read and
- * written with regard to it. head_bytes: of an object without attributes. */
-OF_API int of_shim_watch_attributes(void *data, void *grad, size_t head_bytes);
+/* From here on Tensor.data, grad and _version, attributes of Python that are written in C, are read
+ * and written with regard to it. head_bytes: of an object without attributes. */
+OF_API int of_shim_watch_attributes(void *data, void *grad, void *version, size_t head_bytes);
 /* Whether this thread is in it. */
 OF_API bool of_shim_is_recording(void);
 /* The counts of this thread's last one: lines; how often they were run; operators that ran at once;

@@ -53,7 +53,7 @@ class _Fused:
             check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.rule.external and not isinstance(link.rule, RecordedRule):
+            if link.rule.external:
                 link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
             if isinstance(link.rule, TracedRule):
                 link.ledger.take_promise(optimizer, _try_again(optimizer, link))
@@ -94,14 +94,14 @@ class _Fused:
                 "optfuse.unfuse(optimizer) first"
             )
         stock = link_of(self).stock  # type: ignore[arg-type]
-        return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (stock, object, None), _state_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self = unwrapped(self)  # type: ignore[type-var]
         link = link_of(self)  # type: ignore[arg-type]
         twin = link.stock.__new__(link.stock)
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        twin.__setstate__(copy.deepcopy(_state_of(self), memo))
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
@@ -110,6 +110,14 @@ class _Fused:
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
+
+
+def _state_of(optimizer: Any) -> Any:
+    """What a copy is made of. A class may give all attributes away."""
+    found = optimizer.__getstate__()
+    if isinstance(found, dict) and LINK in found:
+        return {k: v for k, v in found.items() if k not in (LINK, _AMP)}
+    return found
 
 
 def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
@@ -135,7 +143,7 @@ def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    if rule.is_own or isinstance(rule, TracedRule):
+    if rule.is_own or isinstance(rule, TracedRule | RecordedRule):
         return
     try_with_stock(stock, [group], _fuse_small)
     why = why_not_tried(rule, stock, [group], {})
@@ -296,7 +304,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
     link = link_of(optimizer)
     return (
         not link.rule.external
-        and not isinstance(link.rule, TracedRule)
+        and not isinstance(link.rule, TracedRule | RecordedRule)
         and mode == FORWARD
         and link.max_grad_norm is None
         and all(

@@ -126,7 +126,10 @@ def fuse(
         check_params(optimizer.param_groups)
         _process.start()
         raw_memory.watch_recorded()
-        return become_fused(optimizer, _options(optimizer, mode, eager, bucket_bytes), RECORDED)
+        options = _options(optimizer, mode, eager, bucket_bytes)
+        return become_fused(
+            optimizer, replace(options, products=products or products_asked()), RECORDED
+        )
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is

@@ -197,14 +197,13 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
         return OF_FOUND_ERROR;
     }
     // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
-    const recorded::Ahead *ahead = slot->plan->ahead.get(); // its lines are users of the memory, too
-    const bool is_recorded = ahead != nullptr && ahead->owns(slot->index);
+    const bool is_recorded = runs_lines(slot); // which are users of the memory, too
     if (slot->plan->is_left ||
         (OF_GUARD(shared_state) && !is_recorded && shares_state(*slot)))
         return OF_FOUND_NOTHING;
     if (slot->plan->scalars.scale_gradients() && p->device().is_cpu())
         return OF_FOUND_NOTHING;
-    const bool has_others = is_recorded ? !ahead->knows_all_users(*slot)
+    const bool has_others = is_recorded ? !slot->plan->ahead->knows_all_users(*slot)
                                         : !is_private(storage_of(p), slot->aliases.size());
     const bool is_left = OF_GUARD(postpone) &&
                          (has_others || (!slot->reduced && is_gradient_shared(slot, grad)));

@@ -202,12 +202,12 @@ bool update(const of_inputs *in, const double *hyper, References *refs) {
     c10::OptionalStreamGuard stream;
     if (in->device != OF_CPU)
         stream.reset_stream(c10::Stream(c10::Stream::UNSAFE, param.device(), in->stream.id));
-    if (refs->program) {
-        run_program(in, refs);
+    if (refs->program && refs->program->is_of_lines) {
+        slot->plan->ahead->run(slot->index, refs->special->held_grad);
         return true;
     }
-    if (const auto &ahead = slot->plan->ahead; ahead && ahead->owns(slot->index)) {
-        ahead->run(slot->index, refs->special->held_grad);
+    if (refs->program) {
+        run_program(in, refs);
         return true;
     }
     if (run_native(in, hyper, refs))
@@ -229,6 +229,8 @@ of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_
     if (frozen && slot->plan->native != nullptr)
         return refuse_frozen(slot, "the optimizer state of ");
     refs->slot = slot;
+    refs->program = slot->program;
+    in->program = slot->program ? &slot->program->core : nullptr;
     refs->consumes = in->in_backward;
     // In backward the modes are those of backward(), not of step().
     Special &special = refs->make_special();

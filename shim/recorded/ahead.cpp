@@ -11,8 +11,11 @@
 #include "autograd/consumed.h"
 #include "error.h"
 #include "plan.h"
+#include "promises/promise.h"
 #include "recorded/owners.h"
 #include "recorded/schedule.h"
+#include "slots.h"
+#include "tensor/references.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse::recorded {
@@ -64,6 +67,48 @@ std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts)
     return anchors;
 }
 
+void know_params(const Plan &plan, Tape *tape) {
+    tape->params.clear();
+    for (const Slot *slot : plan.slots)
+        tape->params.insert(storage_of(slot->param));
+}
+
+using Uses = ska::flat_hash_map<c10::TensorImpl *, size_t>;
+
+Uses uses_in(const std::vector<c10::IValue> &values) {
+    Uses uses;
+    each_tensor(values.data(), values.size(), [&uses](const at::Tensor &tensor) {
+        uses[tensor.unsafeGetTensorImpl()]++;
+        return true;
+    });
+    return uses;
+}
+
+// How many tensors but `its` use its memory; or kHeld, if somebody but those values holds one of them.
+constexpr size_t kHeld = SIZE_MAX;
+
+size_t aliases_of(const c10::TensorImpl *its, const Uses &uses) {
+    size_t n_aliases = 0;
+    for (const auto &[impl, n] : uses) {
+        if (impl == its || !impl->has_storage() || storage_of(impl) != storage_of(its))
+            continue;
+        n_aliases++;
+        if (c10::raw::intrusive_ptr::use_count(impl) != n + idle_references(*impl))
+            return kHeld;
+    }
+    return n_aliases;
+}
+
+// Whether somebody has an alias of the gradient behind step(). (The loader asks for the gradient itself.)
+bool is_kept(const at::Tensor &gradient, const Uses &uses) {
+    const size_t known = aliases_of(gradient.unsafeGetTensorImpl(), uses);
+    const c10::Storage &storage = gradient.storage();
+    return known == kHeld ||
+           storage.use_count() > 1 + known + idle_references(*storage.unsafeGetStorageImpl());
+}
+
+constexpr const char *kKeeps = "keeps a gradient";
+
 // The versions count what the lines of a part write.
 void count_versions(const Part &part) {
     for (const Line &line : part.lines)
@@ -79,12 +124,15 @@ void count_versions(const Part &part) {
 
 } // namespace
 
-void Ahead::begin_watched(const Plan &plan) {
+void Ahead::begin_watched(const Plan &plan, Tape *its) {
+    know_params(plan, its);
     gradients.assign(plan.slots.size(), {});
     why.clear();
     is_known = true;
     for (const Slot *slot : plan.slots) {
         const at::Tensor &gradient = slot->param->grad();
+        if (gradient.defined())
+            compute_now(gradient.unsafeGetTensorImpl());
         if (!slot->wrappers.empty())
             why = "has DTensors";
         if (!gradient.defined())
@@ -103,6 +151,12 @@ void Ahead::end_watched(const Plan &plan, const Tape &its) {
         why = share_out(its.lines_now(), its.values_now(), anchors_of(plan, nullptr), nullptr);
 }
 
+void Ahead::look_for_kept(const Plan &plan) {
+    for (const Slot *slot : plan.slots)
+        if (why.empty() && slot->param->grad().defined() && is_kept(slot->param->grad(), {}))
+            why = kKeeps;
+}
+
 bool Ahead::can_begin(const Plan &plan) const {
     if (has_begun() || !is_known || !why.empty() || gradients.size() != plan.slots.size() ||
         open_tape() != nullptr)
@@ -119,7 +173,10 @@ bool Ahead::can_begin(const Plan &plan) const {
 
 std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
     its_tape = std::make_unique<Tape>();
+    know_params(plan, its_tape.get());
     parts = std::vector<Part>(plan.slots.size());
+    for (Slot *slot : plan.slots)
+        slot->program.reset();
     std::vector<at::Tensor> made(parts.size());
     for (size_t i = 0; i < parts.size(); i++)
         if (const Gradient &of = gradients[i]; of.is_there)
@@ -134,8 +191,50 @@ void Ahead::end_step(const Plan &plan) {
     const std::vector<Anchor> anchors = anchors_of(plan, &parts);
     its_tape->take_lines(&lines, &values, &settings);
     const std::string reason = share_out(lines, values, anchors, &parts);
+    lines.clear();
+    values.clear();
     if (!reason.empty())
         its_tape->meets(reason);
+    for (const Part &part : parts)
+        if (part.stand_in.defined() && is_kept(part.stand_in, uses_in(part.values)))
+            its_tape->meets(kKeeps);
+    const PlainMode plain;
+    const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
+    std::shared_ptr<const Program> last;
+    for (Slot *slot : plan.slots)
+        if (owns(slot->index))
+            hand_over(slot, &last);
+}
+
+// The core gets a program, or is told that there are lines.
+void Ahead::hand_over(Slot *slot, std::shared_ptr<const Program> *before) {
+    static const auto lines = [] {
+        const auto made = std::make_shared<Program>();
+        made->core.by_host = made->is_of_lines = true;
+        return std::shared_ptr<const Program>(made);
+    }();
+    Part &part = parts[slot->index];
+    std::vector<at::Tensor> state;
+    slot->own.clear();
+    slot->program = program_of(part.lines, part.values, slot->param,
+                               part.stand_in.unsafeGetTensorImpl(), *before, &state);
+    if (slot->program) {
+        *before = slot->program;
+        for (c10::IValue &value : part.values)
+            its_tape->drop_later(std::move(value));
+        part.lines.clear();
+        part.values.clear();
+    } else {
+        state.clear();
+        slot->program = lines;
+        for (const auto &[impl, n] : uses_in(part.values))
+            if (impl->has_storage() && !impl->is_wrapped_number() && !is_absent(storage_of(impl)) &&
+                storage_of(impl) != storage_of(slot->param))
+                slot->own.push_back(reference_to(impl));
+    }
+    std::vector<std::optional<at::Tensor>> all(state.begin(), state.end());
+    all.resize(slot->plan->rule->n_state + slot->plan->rule->n_counters);
+    set_state(*slot, all, {}, false);
 }
 
 bool Ahead::owns(size_t slot) const {
@@ -143,39 +242,25 @@ bool Ahead::owns(size_t slot) const {
 }
 
 bool Ahead::knows_all_users(const Slot &slot) const {
-    ska::flat_hash_map<c10::TensorImpl *, size_t> uses;
-    const Part &part = parts[slot.index];
-    each_tensor(part.values.data(), part.values.size(), [&uses](const at::Tensor &tensor) {
-        uses[tensor.unsafeGetTensorImpl()]++;
-        return true;
-    });
-    size_t aliases = slot.aliases.size();
-    for (const auto &[impl, n] : uses) {
-        if (impl == slot.param || !impl->has_storage() || storage_of(impl) != storage_of(slot.param))
-            continue;
-        aliases++;
-        if (c10::raw::intrusive_ptr::use_count(impl) != n + idle_references(*impl))
-            return false;
-    }
+    const Uses uses = uses_in(parts[slot.index].values);
+    const size_t aliases = aliases_of(slot.param, uses);
     constexpr size_t kOwn = 2; // the entry's and the slot's
     const auto is_shared = [&uses](const at::Tensor &state) {
         const auto found = uses.find(state.unsafeGetTensorImpl());
         return state.use_count() > kOwn + (found == uses.end() ? 0 : found->second);
     };
-    return is_private(storage_of(slot.param), aliases) &&
+    return aliases != kHeld &&
+           is_private(storage_of(slot.param), slot.aliases.size() + aliases) &&
            std::none_of(slot.own.begin(), slot.own.end(), is_shared);
 }
 
 void Ahead::run(size_t slot, const at::Tensor &gradient) {
     Part &part = parts[slot];
-    if (part.has_run)
-        fail("it has been made already, which is an error of optfuse");
     if (!is_plain(gradient) || !(gradient_like(gradient) == gradients[slot]))
         fail("its gradient has other strides or another dtype than in the step before, by which "
              "step() has gone already; use optfuse.fuse(optimizer, mode=\"forward\")");
     c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(impl);
-    part.has_run = true;
     count_versions(part);
     // The gradient's memory for as long as the lines run, and nobody's.
     storage->set_data_ptr_noswap(
@@ -190,7 +275,7 @@ void Ahead::run(size_t slot, const at::Tensor &gradient) {
         c10::DataPtr(nullptr, its_tape->context(), forget_absent, storage->device()));
     seal(storage);
     for (c10::IValue &value : part.values)
-        garbage.push_back(std::move(value));
+        its_tape->drop_later(std::move(value));
     part.lines.clear();
     part.values.clear();
     if (!done)
@@ -202,7 +287,8 @@ std::vector<size_t> Ahead::unexpected(const Plan &plan) const {
     for (const Slot *slot : plan.slots) {
         const size_t i = slot->index;
         const bool is_seen = owns(i);
-        if (is_seen ? !parts[i].has_run && !has_gradient(*slot) : has_gradient(*slot))
+        const bool is_done = of_plan_is_updated(plan.core, i);
+        if (is_seen ? !is_done && !has_gradient(*slot) : has_gradient(*slot))
             found.push_back(i);
     }
     return found;
@@ -219,7 +305,6 @@ void Ahead::put_back(at::TensorList tensors) {
 
 void Ahead::end() {
     parts.clear();
-    garbage.clear();
     its_tape.reset();
 }
 

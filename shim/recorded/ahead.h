@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // ahead.h: backward mode. At the first complete gradient of a backward pass step() runs once, with
 // tensors that stand for the gradients still to come, and none of its lines runs. Each line belongs to
-// one parameter, whose lines run when its gradient is there. Whether a step() can do without all others
+// one parameter, whose lines run when its gradient is there: as a program of the core's, if they are
+// one. Whether a step() can do without all others
 // is found out in the steps before, which run as ever: no line may combine two parameters, and step()
 // may do nothing that needs a number of a gradient.
 #pragma once
@@ -16,6 +17,7 @@
 
 namespace optfuse {
 struct Plan;
+struct Program;
 struct Slot;
 }
 
@@ -26,7 +28,6 @@ struct Part {
     at::Tensor stand_in; // for its gradient; undefined: step() has seen none
     std::vector<Line> lines;
     std::vector<c10::IValue> values;
-    bool has_run = false;
 };
 
 // The form of a gradient.
@@ -45,9 +46,10 @@ struct Gradient {
 // lock.
 class Ahead {
   public:
-    // Around a step() that runs as ever, WATCHED: before it is called, and before its lines run.
-    void begin_watched(const Plan &plan);
+    // Around a step() that runs as ever, WATCHED: before it is called, before its lines run, and after.
+    void begin_watched(const Plan &plan, Tape *its);
     void end_watched(const Plan &plan, const Tape &its);
+    void look_for_kept(const Plan &plan);
 
     // Whether the next step() can run at the beginning of this backward pass: the last one could have,
     // and the pass brings gradients to the same parameters.
@@ -58,11 +60,12 @@ class Ahead {
     Tape *tape() { return its_tape.get(); }
     void end_step(const Plan &plan);
     bool has_begun() const { return its_tape != nullptr; }
-    // Whether step() has seen a gradient of the parameter. run(): its update, once it is there.
+    // Whether step() has seen a gradient of the parameter.
     bool owns(size_t slot) const;
     // Whether nobody but its lines, its owner and the core holds the memory of the parameter and its
     // state.
     bool knows_all_users(const Slot &slot) const;
+    // The lines of a parameter, whose gradient is there.
     void run(size_t slot, const at::Tensor &gradient);
 
     // Slots whose gradient has not come, or is one that step() has not seen.
@@ -76,11 +79,12 @@ class Ahead {
     bool is_known = false; // a step() was watched
 
   private:
+    void hand_over(Slot *slot, std::shared_ptr<const Program> *before);
+
     std::vector<Gradient> gradients; // of the last step() that was watched
     std::unique_ptr<Tape> its_tape;
     std::vector<Part> parts;
     Settings settings;
-    std::vector<c10::IValue> garbage;
 };
 
 } // namespace optfuse::recorded

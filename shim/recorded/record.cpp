@@ -90,7 +90,7 @@ class Called {
     // Whether lines have to run first: they read or write memory of its tensors. Counters, which
     // have no seal against writing, it may read beside lines.
     bool needs_lines() const {
-        if (tape->is_empty())
+        if (tape->is_empty() && !tape->is_ahead()) // else there are stand-ins
             return false;
         if (k.reads_all || tape->is_in_backward())
             return true;
@@ -196,7 +196,16 @@ class Called {
             are_small &= is_small(storage_of(tensor.unsafeGetTensorImpl()));
             return true;
         });
-        return are_plain && has_any && (!are_small || needs_lines());
+        return are_plain && has_any && (!are_small || needs_lines() || writes_param());
+    }
+
+    bool writes_param() const {
+        for (size_t i = 0; tape->is_watched() && i < n; i++)
+            if (k.writes[i] && !each_tensor(args()[i], [this](const at::Tensor &tensor) {
+                    return !tape->is_param(storage_of(tensor.unsafeGetTensorImpl()));
+                }))
+                return true;
+        return false;
     }
 
     // Operands that share some elements make some operators fail.

@@ -11,6 +11,8 @@
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
+#include "tensor/references.h"
+#include "traced/programs.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -201,6 +203,19 @@ class Run {
     int64_t elements = 0; // of the batch
 };
 
+bool is_same_place(const Entry &e, const c10::TensorImpl *impl) {
+    return e.storage == storage_of(impl) && e.offset == impl->storage_offset() &&
+           equal(e.impl->sizes(), impl->sizes()) && equal(e.impl->strides(), impl->strides());
+}
+
+bool is_same(const std::vector<of_instruction> &a, const std::vector<of_instruction> &b) {
+    return a.size() == b.size() &&
+           std::equal(a.begin(), a.end(), b.begin(), [](const auto &x, const auto &y) {
+               return x.operation == y.operation && x.to == y.to && x.a == y.a && x.b == y.b &&
+                      x.c == y.c && x.s == y.s && x.t == y.t;
+           });
+}
+
 // Results that will never be made are no part of the tape any more, and have no address.
 void give_up(const std::vector<c10::IValue> &values) {
     each_tensor(values.data(), values.size(), [](const at::Tensor &tensor) {
@@ -213,6 +228,58 @@ void give_up(const std::vector<c10::IValue> &values) {
 }
 
 } // namespace
+
+std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
+                                          const std::vector<c10::IValue> &values,
+                                          const c10::TensorImpl *param,
+                                          const c10::TensorImpl *gradient,
+                                          const std::shared_ptr<const Program> &before,
+                                          std::vector<at::Tensor> *state) {
+    static thread_local Numbered numbered; // its room
+    numbered.read(lines, values);
+    const Schedule *schedule = schedule_of(lines, values, numbered);
+    if (schedule == nullptr || schedule->steps.size() != 1 || !schedule->steps[0].is_group)
+        return nullptr;
+    const Group &group = schedule->groups[0];
+    if (!group.makes.empty() || group.numel != param->numel() ||
+        dtype_of(param->dtype().toScalarType()) != group.dtype)
+        return nullptr;
+    unsigned char places[OF_REGISTERS];
+    for (unsigned char i = 0; i < OF_REGISTERS; i++)
+        places[i] = i;
+    for (size_t i = 0; i < group.memory.size(); i++) {
+        const Entry &e = numbered.entries[group.memory[i]];
+        if (is_same_place(e, param)) {
+            places[i] = OF_REGISTER_PARAM;
+        } else if (is_same_place(e, gradient)) {
+            places[i] = OF_REGISTER_GRAD;
+        } else if (e.is_absent || state->size() == OF_MAX_STATE ||
+                   e.impl->dtype() != param->dtype() ||
+                   !equal(e.impl->strides(), param->strides())) {
+            return nullptr;
+        } else {
+            places[i] = static_cast<unsigned char>(OF_REGISTER_STATE + state->size());
+            state->push_back(reference_to(e.impl));
+        }
+    }
+    std::vector<of_instruction> code = group.code;
+    for (const Group::Patch &patch : group.patches)
+        (patch.is_second ? code[patch.instruction].t : code[patch.instruction].s) =
+            patch.number.in(values);
+    for (of_instruction &q : code)
+        for (unsigned char *const at : {&q.to, &q.a, &q.b, &q.c})
+            *at = places[*at];
+    of_program core = {code.data(), code.size(), 0, 0, false};
+    if (of_program_check(&core) != nullptr)
+        return nullptr;
+    code.resize(of_program_fuse(code.data(), code.size()));
+    if (before && is_same(before->code, code))
+        return before;
+    const auto made = std::make_shared<Program>();
+    made->code = std::move(code);
+    made->core = {made->code.data(), made->code.size(), core.reads, core.writes, false};
+    return made;
+}
 
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {
     try {

@@ -4,11 +4,26 @@
 // schedule is made once for the same lines, by which numbers they may differ.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "recorded/tape.h"
 
+namespace optfuse {
+struct Program;
+}
+
 namespace optfuse::recorded {
+
+// The lines as one program over a parameter, its gradient and other tensors of their form, which are
+// put into *state in the order of its registers. Null: they are more than that, or come for the first
+// time. before: another one, which is returned if it is the same.
+std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
+                                          const std::vector<c10::IValue> &values,
+                                          const c10::TensorImpl *param,
+                                          const c10::TensorImpl *gradient,
+                                          const std::shared_ptr<const Program> &before,
+                                          std::vector<at::Tensor> *state);
 
 // Runs them all. Of the values tensors become garbage of the tape. After an exception what a line that
 // has not run would have made stays without memory, and sealed.

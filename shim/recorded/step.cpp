@@ -123,6 +123,16 @@ of_object *get_grad_instead(of_object *self, void *closure) {
     return get_grad(self, closure);
 }
 
+of_object *(*get_version)(of_object *self, void *closure) = nullptr;
+
+// Lines that have not run have counted nothing.
+of_object *note_and_get_version(of_object *self, void *closure) {
+    if (open == nullptr || answers([] { open->meets("reads ._version"); }))
+        return get_version(self, closure);
+    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+    return nullptr;
+}
+
 // finish: with what step() has recorded, without the GIL. is_done: step() has raised nothing.
 of_object *call_recorded(Tape *tape, Tape::Kind kind, of_object *step, of_object *arguments,
                          of_object *keywords, const std::function<void(bool is_done)> &finish) {
@@ -156,7 +166,7 @@ of_object *call_recorded(Tape *tape, Tape::Kind kind, of_object *step, of_object
 Attribute *attribute_at(void *object, const char *name, size_t head_bytes) {
     Attribute *its; // behind the object's head, its class and two names
     std::memcpy(&its, static_cast<char *>(object) + head_bytes + 3 * sizeof(void *), sizeof its);
-    if (std::strcmp(its->name, name) == 0 && its->set != nullptr)
+    if (std::strcmp(its->name, name) == 0 && its->get != nullptr)
         return its;
     of_set_error("Tensor.%s is changed in a way that optfuse does not know", name);
     return nullptr;
@@ -182,13 +192,15 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
         return of_interpreter.call_with(step, arguments, keywords);
     Ahead *const ahead = handle == nullptr ? nullptr : ahead_of(handle);
     if (ahead != nullptr)
-        ahead->begin_watched(*optfuse::plan_of(handle));
+        ahead->begin_watched(*optfuse::plan_of(handle), &tape_here);
     const auto kind = ahead == nullptr ? Tape::Kind::PLAIN : Tape::Kind::WATCHED;
     // Operators before an exception have run, as in stock.
     return call_recorded(&tape_here, kind, step, arguments, keywords, [&](bool) {
         if (ahead != nullptr)
             ahead->end_watched(*optfuse::plan_of(handle), tape_here);
         tape_here.play();
+        if (ahead != nullptr)
+            ahead->look_for_kept(*optfuse::plan_of(handle));
     });
 }
 
@@ -225,14 +237,16 @@ int of_shim_play_recorded(bool ends) {
     return OF_OK;
 }
 
-int of_shim_watch_attributes(void *data, void *grad, size_t head_bytes) {
+int of_shim_watch_attributes(void *data, void *grad, void *version, size_t head_bytes) {
     using namespace optfuse::recorded;
-    Attribute *const its = attribute_at(data, "data", head_bytes);
+    Attribute *const of_data = attribute_at(data, "data", head_bytes);
     Attribute *const of_grad = attribute_at(grad, "grad", head_bytes);
-    if (its == nullptr || of_grad == nullptr)
+    Attribute *const of_version = attribute_at(version, "_version", head_bytes);
+    if (of_data == nullptr || of_grad == nullptr || of_version == nullptr)
         return OF_REFUSED;
     if (set_data == nullptr) {
-        set_data = std::exchange(its->set, play_and_set_data);
+        set_data = std::exchange(of_data->set, play_and_set_data);
+        get_version = std::exchange(of_version->get, note_and_get_version);
         set_grad = std::exchange(of_grad->set, note_and_set_grad);
         get_grad = std::exchange(of_grad->get, get_grad_instead);
     }
@@ -268,6 +282,10 @@ void put_back(int64_t address, at::TensorList tensors) {
 
 void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
 
+void leave_to_step(int64_t address, std::string why) {
+    plan_at(address).ahead->why = std::move(why);
+}
+
 std::string why_not_ahead(int64_t address) {
     const Plan &plan = plan_at(address);
     return plan.ahead ? plan.ahead->why : "";
@@ -282,5 +300,6 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("unexpected(int plan) -> int[]", unexpected);
     m.def("put_back(int plan, Tensor[] tensors) -> ()", put_back);
     m.def("end_ahead(int plan) -> ()", end_ahead);
+    m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
     m.def("why_not_ahead(int plan) -> str", why_not_ahead);
 }

@@ -94,11 +94,12 @@ void Tape::begin_line() {
 
 void Tape::seal_written(const at::Tensor &tensor) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (!is_ahead() || is_absent(storage_of(impl)))
+        impl->bump_version();
     if (is_ahead()) {
         written.insert(storage_of(impl));
         return;
     }
-    impl->bump_version();
     if (is_sealed(storage_of(impl)))
         return;
     seal(storage_of(impl));
@@ -231,7 +232,7 @@ void Tape::is_written_at_once(const at::Tensor &tensor, const std::string &op) {
     if (kind == Kind::PLAIN || !tensor.has_storage())
         return;
     c10::StorageImpl *storage = storage_of(tensor.unsafeGetTensorImpl());
-    if (!is_small(storage) || !tensor.is_cpu()) {
+    if (!is_small(storage) || is_param(storage) || !tensor.is_cpu()) {
         meets("writes by an operator that runs at once (" + op + ")");
     } else if (is_ahead()) {
         Undo before{tensor.unsafeGetTensorImpl()->unsafe_storage(), {}};

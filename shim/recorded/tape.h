@@ -64,6 +64,11 @@ class Tape {
     // Whether it has to run before somebody reads the storage, or writes to it.
     bool has_line_before_read(const c10::TensorImpl *impl);
     bool has_line_before_write(const c10::TensorImpl *impl);
+    // Parameters that wait for their gradients, whatever their size.
+    ska::flat_hash_set<const c10::StorageImpl *> params;
+    bool is_param(const c10::StorageImpl *storage) const {
+        return params.find(storage) != params.end();
+    }
     // An operator that runs at once is about to write to this tensor.
     void is_written_at_once(const at::Tensor &tensor, const std::string &op);
     // Runs the lines. An exception leaves the rest undone, as it would have in step().

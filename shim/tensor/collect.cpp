@@ -326,8 +326,9 @@ of_found fill_in_references(const Plan *plan, Slot *slot, const at::Tensor &grad
     References *refs = new (in->references) References;
     of_found found = OF_FOUND_ERROR;
     try {
-        found = plan->rule->external ? fill_in_own(slot, slot->param, grad, in, refs)
-                                     : fill_in(slot, slot->param, grad, used, in, refs);
+        const bool is_own = plan->rule->external || runs_lines(slot);
+        found = is_own ? fill_in_own(slot, slot->param, grad, in, refs)
+                       : fill_in(slot, slot->param, grad, used, in, refs);
     } catch (...) {
         refs->~References();
         throw;

@@ -18,6 +18,7 @@ struct Program {
     std::vector<Part> parts;
     Forms forms;
     size_t n_registers = 0; // of the parts
+    bool is_of_lines = false; // there is none: the lines of a recorded step() run (recorded/ahead.h)
 
     bool has_parts() const { return core.by_host; }
     bool writes_gradient() const { return (core.writes >> OF_REGISTER_GRAD & 1u) != 0; }

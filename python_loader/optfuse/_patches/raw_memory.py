@@ -24,7 +24,7 @@ _IN_C = {
     Tensor: ("data_ptr", "const_data_ptr", "apply_", "map_", "map2_"),
     torch._C: ("_data_address", "_is_cow_tensor"),
 }
-_DATA, _GRAD = torch._C.TensorBase.data, torch._C.TensorBase.grad
+_IN_A_STEP = torch._C.TensorBase.data, torch._C.TensorBase.grad, torch._C.TensorBase._version
 _EXPORTS = ("_to_dlpack", "_to_dlpack_versioned")  # of torch._C
 #: torch.compile asks for storages to tell aliases apart, and reads none.
 _ALIASES = "torch._subclasses.meta_utils"
@@ -42,7 +42,7 @@ def watch_recorded() -> None:
     """A step() that is recorded is to come: its lines run before somebody has an address."""
     global _recorded
     watch = lib_with_gil.of_shim_watch_attributes
-    if not _recorded and watch(_DATA, _GRAD, object.__basicsize__) != OK:
+    if not _recorded and watch(*_IN_A_STEP, object.__basicsize__) != OK:
         raise Error(f"optfuse: {message()}")
     _recorded = True
 

@@ -6,6 +6,7 @@ backward pass, if it can, and what it records of a parameter runs when that one'
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from optfuse._patches.profiling import has_hooks
 from optfuse._rules import ROWS, Group, Rule
 from optfuse._trials.compare import difference
 from optfuse._updaters.slots import Groups, Slots
-from optfuse._updaters.updater import CHANGED_GROUPS, Entry, OfPlan, Updater
+from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
 
 _NOT_OPTIONS = ("params", "param_names")
 _NOT_SETTINGS = (
@@ -43,6 +44,23 @@ _CALLED = (
     "optfuse: step() got {}, but backward fusion has called it already, without, at the first "
     f"gradient; {_FORWARD}"
 )
+_KEEPS = "keeps a gradient"
+_KEPT = (
+    f"optfuse: this step() {_KEEPS}, which the steps before did not; backward fusion has called it "
+    f"before all gradients are there. Nothing was updated; {_FORWARD}"
+)
+
+
+def _count_references() -> tuple[int, int]:
+    """Of a gradient that only its parameter has, and of one that is in a list, too."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    alone = sys.getrefcount(param.grad)
+    tensors = [param.grad]
+    return alone, sys.getrefcount(tensors[0])
+
+
+_ALONE, _IN_A_LIST = _count_references()
 
 
 @dataclass(frozen=True)
@@ -56,11 +74,13 @@ class RecordedRule(Rule):
         return ""
 
 
-RECORDED = RecordedRule("own", **ROWS["own"], reference="own step()")
+RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
 
 
 class Recorded(Updater):
     """By the class's own step(), once for all parameters."""
+
+    may_share_state = True  # lines that have to do with two parameters are left to step()
 
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
@@ -90,17 +110,8 @@ class Recorded(Updater):
     def layout(self, groups: Groups) -> None:
         """Nothing is known by slot here."""
 
-    def tell_entry(
-        self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
-    ) -> bool:
-        if self._run is not None:  # what it has made has no numbers yet
-            entry = self._run.entry_before(slots.params[slot])
-        values = entry.values() if isinstance(entry, dict) else ()
-        tensors = tuple(value for value in values if isinstance(value, Tensor))
-        if slots.states[slot] != tensors:
-            torch.ops.optfuse.set_state(slots.plan, slot, tensors, None, False)
-            slots.states[slot] = tensors
-        return flushed
+    def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
+        return True  # the library finds in step() what updates use
 
     # ---- a step
 
@@ -133,6 +144,9 @@ class Recorded(Updater):
             self._result = lib_with_gil.of_shim_recorded_step(
                 self._plan, self._stock.step, (optimizer, *args), kwargs
             )
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(sys.getrefcount(p.grad) > _ALONE for p in params if p.grad is not None):
+            torch.ops.optfuse.leave_to_step(self._plan, _KEEPS)
 
     def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         if done and self._run is not None:
@@ -157,12 +171,16 @@ class Recorded(Updater):
         if not gradients:
             return False
         self._run = run = Run(optimizer)
-        given = [(p, g) for p, g in zip(slots.params, gradients, strict=True) if g is not None]
+        params = [p for p, g in zip(slots.params, gradients, strict=True) if g is not None]
+        gradients = [g for g in gradients if g is not None]
         try:
             with _as_stock(optimizer, self._stock):
                 run.result = lib_with_gil.of_shim_step_ahead(
-                    *(self._plan, self._stock.step, (optimizer,)), *map(list, zip(*given))
+                    *(self._plan, self._stock.step, (optimizer,)), *(params, gradients)
                 )
+            for i in range(len(gradients)):
+                if sys.getrefcount(gradients[i]) > _IN_A_LIST:
+                    raise Error(_KEPT)
         except BaseException:
             run.put_back(optimizer, self._plan)
             self._end()
@@ -178,7 +196,7 @@ class Recorded(Updater):
             raise Error(_CALLED.format("arguments"))
         if has_hooks(optimizer):
             raise Error(_CALLED.format("hooks that were registered since then"))
-        changed = run.changed(optimizer, with_state=not same_state)
+        changed = run.changed(optimizer) if same_state else "the state"
         self._complained = True
         if changed is not None:
             raise Error(_LATE.format(changed))
@@ -197,37 +215,30 @@ class Run:
     result: Any = None
 
     def __init__(self, optimizer: Optimizer) -> None:
-        own = optimizer.__dict__
-        self._state = [(key, value, _copy(value)) for key, value in own["state"].items()]
-        self._before = {id(key): copy for key, _, copy in self._state}
-        self._options = [(group, dict(group)) for group in own["param_groups"]]
-        self._attributes = dict(own)
+        self.state = _flat(optimizer)
+        self._options = [(group, dict(group)) for group in optimizer.param_groups]
+        self._attributes = dict(optimizer.__dict__)
 
     def note(self, optimizer: Optimizer) -> None:
         """step() has run."""
         self._after = _settings(optimizer)
-        self._state_after = {
-            id(key): _copy(value) for key, value in optimizer.__dict__["state"].items()
-        }
 
-    def entry_before(self, param: Tensor) -> Any:
-        return self._before.get(id(param))
+    def entries(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Of the state before: a key, its entry, and what was in that if it is a dict."""
+        i = 0
+        while i < len(self.state):
+            key, entry, n = self.state[i : i + 3]
+            names, values = self.state[i + 3 : i + 3 + n], self.state[i + 3 + n : i + 3 + 2 * n]
+            yield key, entry, dict(zip(names, values, strict=True))
+            i += 3 + 2 * n
 
-    def changed(self, optimizer: Optimizer, with_state: bool) -> str | None:
+    def changed(self, optimizer: Optimizer) -> str | None:
         """The first setting that is not as step() has left it."""
-        now = _settings(optimizer)
-        for name in {**self._after, **now}:
-            missing = (name in now) != (name in self._after)
-            if missing or difference("", self._after[name], now[name]) is not None:
+        now, then = _settings(optimizer), self._after
+        for name in {**then, **now}:
+            missing = (name in now) != (name in then)
+            if missing or difference("", then[name], now[name]) is not None:
                 return name
-        if with_state:
-            state = optimizer.__dict__["state"]
-            for key, value in state.items():
-                known = self._state_after.get(id(key))
-                if not _is_same(known, value):
-                    return "the state of a parameter"
-            if len(state) != len(self._state_after):
-                return "the state"
         return None
 
     def put_back(self, optimizer: Optimizer, plan: int) -> None:
@@ -239,35 +250,38 @@ class Run:
             group.clear()
             group.update(before)
         own["state"].clear()
-        for key, value, copy in self._state:
-            own["state"][key] = _put_back(value, copy, plan)
+        for key, entry, items in self.entries():
+            own["state"][key] = _put_back(entry, items, plan)
 
     def put_back_entry(self, optimizer: Optimizer, param: Tensor, plan: int) -> None:
         state = optimizer.__dict__["state"]
-        found = [one for one in self._state if one[0] is param]
-        if not found:
+        before = [(entry, items) for key, entry, items in self.entries() if key is param]
+        if not before:
             state.pop(param, None)
-        for key, value, copy in found:
-            state[key] = _put_back(value, copy, plan)
+        for entry, items in before:
+            state[param] = _put_back(entry, items, plan)
 
 
-def _copy(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
+def _flat(optimizer: Optimizer) -> list[Any]:
+    """The state in one list, since many small ones would have Python's collector of cycles look at
+    all objects: key, entry, and the number of its items, their keys and values."""
+    flat: list[Any] = []
+    for key, entry in optimizer.__dict__["state"].items():
+        is_dict = isinstance(entry, dict)
+        flat += key, entry, len(entry) if is_dict else 0
+        if is_dict:
+            flat += entry
+            flat += entry.values()
+    return flat
 
 
-def _put_back(value: Any, copy: Any, plan: int) -> Any:
-    if isinstance(value, dict):
-        value.clear()
-        value.update(copy)
-        tensors = [item for item in copy.values() if isinstance(item, Tensor)]
+def _put_back(entry: Any, items: dict[Any, Any], plan: int) -> Any:
+    if isinstance(entry, dict):
+        entry.clear()
+        entry.update(items)
+        tensors = [item for item in items.values() if isinstance(item, Tensor)]
         torch.ops.optfuse.put_back(plan, tensors)
-    return value
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
-    return a is b or (not isinstance(a, Tensor) and difference("", a, b) is None)
+    return entry
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
