@@ -282,7 +282,7 @@ class Compiler {
         return is_apart;
     }
 
-    // What is made ends with the last of the lines that have it.
+    // Results end with the last of the lines that have them.
     void count_bytes() {
         std::vector<bool> is_counted(numbered.entries.size());
         for (auto step = made.steps.rbegin(); step != made.steps.rend(); ++step)

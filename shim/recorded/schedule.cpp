@@ -68,7 +68,7 @@ uint64_t hash_of(at::ArrayRef<uint64_t> words) {
     return h;
 }
 
-// Of what lines make: with so many, programs, which need no memory for most of it, are made at once.
+// Bytes that lines make: with more, programs, which need no memory for most of them, are made at once.
 constexpr size_t kMostUnplanned = 16u << 20;
 
 bool makes_much(const Numbered &numbered) {
@@ -106,7 +106,7 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
 constexpr int64_t kMostInBatch = 1 << 20;
 constexpr size_t kMostGarbage = 4u << 20; // bytes
 
-// What stays allocated from tape to tape.
+// The vectors that stay allocated from tape to tape.
 struct Room {
     Numbered numbered;
     std::vector<of_instruction> code;
