@@ -136,13 +136,15 @@ class Compiler {
         each_of(units[u], [this](uint32_t number, bool is_written) {
             if (group_of[number] != kNobody)
                 close(group_of[number]);
-            if (!is_written || !OF_GUARD(recorded_readers))
-                return;
-            for (const uint32_t reader :
-                 std::exchange(readers[entry(number).storage_number], {}))
-                close(reader);
+            if (is_written && OF_GUARD(recorded_readers))
+                close_readers(number);
         });
         planned.push_back({u, {u}, {}});
+    }
+
+    void close_readers(uint32_t written) {
+        for (const uint32_t reader : std::exchange(readers[entry(written).storage_number], {}))
+            close(reader);
     }
 
     bool fits(const OpenGroup &group, const Instruction &q) const {
@@ -170,6 +172,10 @@ class Compiler {
                 close(found);
             }
         };
+        for (size_t i = 0; i < q.n_read; i++)
+            if (group_of[q.read[i]] != kNobody)
+                close(group_of[q.read[i]]);
+        close_readers(q.to);
         meet(q.to);
         for (size_t i = 0; i < q.n_from; i++)
             meet(q.from[i]);
@@ -277,7 +283,7 @@ class Compiler {
         return is_apart;
     }
 
-    // What is made ends with the last of the lines that have it.
+    // Results end with the last of the lines that have them.
     void count_bytes() {
         std::vector<bool> is_counted(numbered.entries.size());
         for (auto step = made.steps.rbegin(); step != made.steps.rend(); ++step)

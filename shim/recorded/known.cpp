@@ -115,7 +115,7 @@ Way way_of(Known *k, const c10::OperatorHandle &op, const std::string &name) {
         return Way::VIEW;
     k->compares = kComparing.count(k->name) != 0 && !writes;
     k->elementwise = kElementwise.count(k->name) != 0 || k->compares;
-    // May change the form of out=, where there is no rule of forms.
+    // May change the form of out=, unless the rule for elementwise operators knows it.
     k->has_out = schema.overload_name().find("out") != std::string::npos;
     if (k->has_out && (!k->elementwise || k->of_lists || !k->writes[k->n - 1]))
         return Way::AT_ONCE;

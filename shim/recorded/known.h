@@ -37,7 +37,7 @@ struct Known {
     size_t n = 0;             // arguments
     size_t target = 0;        // of WRITE: the first argument that it writes
     std::string name;         // without "aten::", "_foreach_" and the "_" of one in place
-    // Of each argument:
+    // By argument:
     Arguments number;  // its value says nothing of the results' forms
     Arguments tensor;  // it is a tensor, which may stand for a number
     Arguments classes; // for some numbers there is another instruction

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "recorded/numbered.h"
 
+#include <utility>
+
+#include "python/interpreter.h"
 #include "tensor/parallel.h"
 
 namespace optfuse::recorded {
@@ -16,11 +19,26 @@ uint64_t class_of(double x) {
     return 1;
 }
 
-bool is_lone(const Entry &e) {
-    const size_t holders = e.impl->unsafe_storage().use_count();
-    const size_t users = c10::raw::intrusive_ptr::use_count(e.impl);
-    return e.is_alone && holders == 1 && users == e.seen + idle_references(*e.impl);
-}
+// Python is asked whether a wrapper is in use, which takes the GIL: once for all of them.
+class Lone {
+  public:
+    ~Lone() {
+        if (has_gil)
+            of_interpreter.give_gil(state);
+    }
+    bool operator()(const Entry &e) {
+        const size_t users = c10::raw::intrusive_ptr::use_count(e.impl);
+        if (!e.is_alone || e.impl->unsafe_storage().use_count() != 1 || users > e.seen + 1)
+            return false;
+        if (users == e.seen + 1 && !std::exchange(has_gil, true))
+            state = of_interpreter.take_gil();
+        return users == e.seen + idle_references(*e.impl);
+    }
+
+  private:
+    bool has_gil = false;
+    int state = 0;
+};
 
 } // namespace
 
@@ -142,6 +160,7 @@ void Numbered::read(const std::vector<Line> &lines, const std::vector<c10::IValu
             put(values[i], i < line.results && line.known->classes[i - line.first]);
     }
     need(entries.size());
+    Lone is_lone;
     for (Entry &e : entries)
         if (e.is_absent) {
             e.is_needed = !is_lone(e);

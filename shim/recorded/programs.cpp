@@ -60,8 +60,9 @@ bool same_bits(const at::Tensor &a, const at::Tensor &b) {
 // The line at one place, on such numbers.
 class Trial {
   public:
-    Trial(const Line &of, uint32_t at, const std::vector<c10::IValue> &its)
-        : line(of), place(at), values(its) {}
+    // are_points: its tensors get a dimension, for more numbers.
+    Trial(const Line &of, uint32_t at, const std::vector<c10::IValue> &its, bool are_points)
+        : line(of), place(at), values(its), is_point(are_points) {}
 
     bool run() {
         for (uint32_t i = line.first; i < line.end; i++)
@@ -89,7 +90,7 @@ class Trial {
         at::Tensor &its = instead[tensor.unsafeGetTensorImpl()];
         if (!its.defined())
             its = numbers(tensor.scalar_type(), static_cast<unsigned>(instead.size()));
-        if (tensor.dim() == 0 && its.dim() != 0)
+        if (tensor.dim() == 0 && its.dim() != 0 && !is_point)
             its = its[0].clone();
         return its;
     }
@@ -147,6 +148,7 @@ class Trial {
     const Line &line;
     const uint32_t place;
     const std::vector<c10::IValue> &values;
+    const bool is_point;
     std::vector<c10::IValue> given;
     std::map<const c10::TensorImpl *, at::Tensor> instead;
 };
@@ -159,15 +161,16 @@ void run_programs(const std::vector<of_part> &parts) {
 
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
               const std::vector<Instruction> &made) {
-    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType>;
+    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType, bool>;
     static std::mutex guards_all;
     static auto &all = *new std::map<Key, bool>;
     const std::lock_guard<std::mutex> lock(guards_all);
     const Instruction &first = made[0];
     const auto [at, is_new] = all.emplace(
-        Key{line.known, first.operation, made.size(), first.dtype, first.of_number}, false);
+        Key{line.known, first.operation, made.size(), first.dtype, first.of_number, first.is_point},
+        false);
     if (is_new)
-        at->second = Trial(line, place, values).run();
+        at->second = Trial(line, place, values, first.is_point).run();
     return at->second;
 }
 

@@ -68,6 +68,16 @@ uint64_t hash_of(at::ArrayRef<uint64_t> words) {
     return h;
 }
 
+// Bytes that lines make: with more, programs, which need no memory for most of them, are made at once.
+constexpr size_t kMostUnplanned = 16u << 20;
+
+bool makes_much(const Numbered &numbered) {
+    size_t bytes = 0;
+    for (const Entry &e : numbered.entries)
+        bytes += e.is_absent ? e.storage->nbytes() : 0;
+    return bytes > kMostUnplanned;
+}
+
 // Lines that come for the first time may never come again. Null: they have no schedule.
 const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                             const Numbered &numbered) {
@@ -82,7 +92,7 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
         known.seen.clear();
         known.words = 0;
     }
-    if (known.seen.insert(hash).second) {
+    if (known.seen.insert(hash).second && !makes_much(numbered)) {
         known.words++;
         return nullptr;
     }
@@ -93,15 +103,26 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
 }
 
 // More elements fill the threads by themselves, and what they need is not made at the same time.
-constexpr int64_t kMostInBatch = 1 << 18;
+constexpr int64_t kMostInBatch = 1 << 20;
 constexpr size_t kMostGarbage = 4u << 20; // bytes
+
+// The vectors that stay allocated from tape to tape.
+struct Room {
+    Numbered numbered;
+    std::vector<of_instruction> code;
+    std::vector<of_program> programs;
+    std::vector<of_part> batch;
+};
 
 class Run {
   public:
     Run(const Schedule &the_schedule, const std::vector<Line> &the_lines,
-        std::vector<c10::IValue> &its, const Numbered &numbered, Tape *its_tape)
-        : schedule(the_schedule), lines(the_lines), values(its), entries(numbered.entries),
-          tape(its_tape) {
+        std::vector<c10::IValue> &its, Room *room, Tape *its_tape)
+        : schedule(the_schedule), lines(the_lines), values(its), entries(room->numbered.entries),
+          tape(its_tape), code(room->code), programs(room->programs), batch(room->batch) {
+        code.clear();
+        programs.clear();
+        batch.clear();
         code.reserve(schedule.instructions);
         programs.reserve(schedule.groups.size()); // parts refer to them
     }
@@ -164,12 +185,11 @@ class Run {
         for (const uint32_t done : step.done)
             for (uint32_t i = lines[done].first; i < lines[done].end; i++)
                 tape->drop_later(std::move(values[i]));
-        bytes += step.frees;
-        if (bytes < kMostGarbage)
+        tape->garbage_bytes += step.frees;
+        if (tape->garbage_bytes < kMostGarbage)
             return;
         run_batch();
         tape->drop_garbage();
-        bytes = 0;
     }
 
     const Schedule &schedule;
@@ -177,11 +197,10 @@ class Run {
     std::vector<c10::IValue> &values;
     const std::vector<Entry> &entries;
     Tape *const tape;
-    std::vector<of_instruction> code;
-    std::vector<of_program> programs;
-    std::vector<of_part> batch;
+    std::vector<of_instruction> &code;
+    std::vector<of_program> &programs;
+    std::vector<of_part> &batch;
     int64_t elements = 0; // of the batch
-    size_t bytes = 0;     // of what is dropped later
 };
 
 bool is_same_place(const Entry &e, const c10::TensorImpl *impl) {
@@ -264,10 +283,10 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
 
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {
     try {
-        static thread_local Numbered numbered; // its room
-        numbered.read(lines, values);
-        if (const Schedule *schedule = schedule_of(lines, values, numbered)) {
-            Run(*schedule, lines, values, numbered, tape).run();
+        static thread_local Room room;
+        room.numbered.read(lines, values);
+        if (const Schedule *schedule = schedule_of(lines, values, room.numbered)) {
+            Run(*schedule, lines, values, &room, tape).run();
             return;
         }
         for (const Line &line : lines) {

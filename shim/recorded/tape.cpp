@@ -50,8 +50,11 @@ bool Tape::is_in_backward() const {
 
 at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                         c10::Device device) {
+    const bool is_plain = strides.empty();
+    const size_t element = c10::elementSize(dtype);
     const size_t bytes =
-        at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype));
+        is_plain ? static_cast<size_t>(c10::multiply_integers(sizes)) * element
+                 : at::detail::computeStorageNbytes(sizes, strides, element);
     auto storage = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes,
         c10::DataPtr(nullptr, context(), forget_absent, device), c10::GetAllocator(device.type()), true);
@@ -59,7 +62,10 @@ at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
     const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
     at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(std::move(storage)), keys, c10::scalarTypeToTypeMeta(dtype));
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+    if (is_plain)
+        made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    else
+        made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
     mark(made.unsafeGetTensorImpl()); // for other threads
     return made;
 }
@@ -70,6 +76,7 @@ constexpr size_t kMostLines = 512;
 void Tape::drop_garbage() {
     const int state = of_interpreter.take_gil();
     garbage.clear();
+    garbage_bytes = 0;
     of_interpreter.give_gil(state);
 }
 
@@ -138,13 +145,14 @@ uint32_t Tape::take_arguments(const Known &k, torch::jit::Stack *stack) {
     values.insert(values.end(), std::make_move_iterator(from), std::make_move_iterator(stack->end()));
     stack->resize(stack->size() - k.n);
     counts.lines++;
-    for (size_t i = 0; i < k.n; i++)
+    for (size_t i = 0; i < k.n; i++) {
         if (k.may_fuse && k.tensor[i])
             take_number(&values[first + i]);
-    each_tensor(&values[first], k.n, [this](const at::Tensor &tensor) {
-        seal_read(tensor);
-        return true;
-    });
+        each_tensor(values[first + i], [this](const at::Tensor &tensor) {
+            seal_read(tensor);
+            return true;
+        });
+    }
     return first;
 }
 

@@ -83,7 +83,7 @@ class Tape {
     void is_written_at_once(const at::Tensor &tensor, const std::string &op);
     // Runs the lines. An exception leaves the rest undone, as it would have in step().
     void play();
-    // A tensor without numbers.
+    // A tensor without numbers; contiguous, if no strides are given.
     at::Tensor absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                       c10::Device device);
     // What the deleter of memory that its lines make has: no other tape ever has the same.
@@ -108,6 +108,7 @@ class Tape {
             garbage.push_back(std::move(value));
     }
     void drop_garbage(); // takes it
+    size_t garbage_bytes = 0; // of their memory
     // Whether operators are those of a backward pass that step() has begun.
     bool is_in_backward() const;
 

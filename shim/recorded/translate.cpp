@@ -78,9 +78,10 @@ class Translation {
 
     std::vector<Instruction> run() {
         const c10::IValue to = item(line.known->way == Way::MAKE ? n : line.known->target);
-        if (!to.isTensor() || !is_operand(to.toTensor()))
+        if (!to.isTensor() || !to.toTensor().defined())
             return {};
         like = to.toTensor().unsafeGetTensorImpl();
+        made.is_point = is_point = like->dim() == 0;
         made.to = numbered.of(to.toTensor());
         if (is_bool(like)) { // of what is compared, if anything is
             is_of_masks = !line.known->compares && name != "isnan";
@@ -89,7 +90,7 @@ class Translation {
         }
         made.dtype = like->dtype().toScalarType();
         const bool may_be = (is_of_masks || dtype_of(made.dtype)) && like->is_cpu() &&
-                            like->dim() != 0 && like->is_non_overlapping_and_dense() &&
+                            like->is_non_overlapping_and_dense() &&
                             equal(like->sizes(), to.toTensor().sizes()) &&
                             equal(like->strides(), to.toTensor().strides());
         if (!may_be || !(is_of_masks ? of_masks() : by_name() || with_masks()) || !has_its_bits())
@@ -114,8 +115,10 @@ class Translation {
     }
     bool has(size_t i) const { return i < n && !values[line.first + i].isNone(); }
 
-    static bool is_operand(const at::Tensor &tensor) {
-        return tensor.defined() && tensor.dim() != 0;
+    // Beside others a tensor without dimensions is a number.
+    bool is_operand(const at::Tensor &tensor) const {
+        return tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number() &&
+               (is_point || tensor.dim() != 0);
     }
 
     static bool is_bool(const c10::TensorImpl *impl) {
@@ -330,6 +333,7 @@ class Translation {
     const std::string_view name;
     const c10::TensorImpl *like = nullptr;
     bool is_of_masks = false;
+    bool is_point = false; // no tensor has a dimension
     Instruction made = {};
     std::optional<Instruction> second; // on what the first one makes
 };

@@ -29,6 +29,7 @@ struct Instruction {
     of_operator operation;
     at::ScalarType dtype;      // of the computation: booleans are 0 and 1
     at::ScalarType of_number = at::kLong; // the dtype of a tensor that s or t is read from
+    bool is_point = false;     // its tensors have no dimensions
     uint32_t to, from[3] = {}; // numbers of tensors
     size_t n_from = 0;
     Number s, t;

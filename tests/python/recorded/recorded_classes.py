@@ -54,6 +54,46 @@ class Elementwise(Base):
 
 
 @kind
+class WithOut(Base):
+    """out= of the results' form, of another one, an operand, and a result of before."""
+
+    def one(self, p, group, state):
+        grad, m, v = p.grad, state["m"], state["v"]
+        torch.mul(m, 0.9, out=m)
+        torch.add(m, grad, alpha=0.1, out=m)
+        torch.maximum(v, grad.abs(), out=v)
+        update = torch.empty_like(p)
+        torch.div(m, v + 0.1, out=update)
+        torch.div(torch.full((), 0.5, dtype=p.dtype), update.abs() + 1, out=v)
+        torch.lerp(v, m, 0.25, out=v)
+        torch.clamp(update, -1.5, 1.5, out=update)
+        torch.neg(update, out=update)
+        torch.gt(update, m, out=(mask := torch.empty_like(p, dtype=torch.bool)))
+        torch.add(update, mask, out=update)
+        torch.sqrt(m.abs(), out=(wide := torch.empty_like(p, dtype=torch.float64)))
+        torch.mul(wide, 2, out=wide)
+        small = torch.zeros(2, dtype=p.dtype)
+        torch.add(small[:1].sum(), 1, out=small)  # becomes one without dimensions, with a warning
+        torch.add(small, 1, out=(other := torch.empty((), dtype=p.dtype)))
+        torch.sub(p, update + other * wide.to(p.dtype), alpha=group["lr"], out=p)
+        flat = m.flatten()
+        flat[1:].copy_(torch.add(flat[:-1], 0.5, out=torch.empty_like(flat[1:])))
+        self.seen.append((update._version, v._version, p._version, small.dim()))
+
+
+@kind
+class WideStrides(Base):
+    """Dimensions of one element, whose strides are arbitrary: results have those of stock."""
+
+    def one(self, p, group, state):
+        x = p.flatten().as_strided((1, p.numel()), (7 * p.numel() + 1, 1))
+        y = x * 2 + 1
+        z = torch.maximum(y, x)
+        self.seen.append((y.stride(), z.stride(), (x.abs() > 1).stride(), (z * x.sum()).stride()))
+        p.sub_(z.view_as(p), alpha=0.01)
+
+
+@kind
 class Masks(Base):
     """Booleans that only exist between operators, and one that stays."""
 
