@@ -4,10 +4,12 @@
 #include "recorded/compile.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <utility>
 
+#include "cuda/table.h"
 #include "error.h"
 #include "recorded/programs.h"
 
@@ -224,8 +226,7 @@ class Compiler {
     }
 
     static bool is_same_code(const Group &a, const Group &b) {
-        return a.patches == b.patches &&
-               std::equal(a.code.begin(), a.code.end(), b.code.begin(), b.code.end(),
+        return std::equal(a.code.begin(), a.code.end(), b.code.begin(), b.code.end(),
                           [](const of_instruction &x, const of_instruction &y) {
                               return x.operation == y.operation && x.to == y.to && x.a == y.a &&
                                      x.b == y.b && x.c == y.c;
@@ -241,13 +242,31 @@ class Compiler {
                 if (--units_left[units[u].line] == 0)
                     step.done.push_back(units[u].line);
             if (one.group) {
-                one.group->is_as_before = !made.steps.empty() && made.steps.back().is_group &&
-                                          is_same_code(*one.group, made.groups.back());
+                const Group *before = made.steps.empty() || !made.steps.back().is_group
+                                          ? nullptr
+                                          : &made.groups.back();
+                const bool is_like = before != nullptr && is_same_code(*one.group, *before);
+                one.group->is_as_before = is_like && one.group->patches == before->patches;
+                if (one.group->device != c10::kCPU)
+                    put_in_launch(&*one.group, is_like ? before : nullptr);
                 step.number = static_cast<uint32_t>(made.groups.size());
                 made.groups.push_back(std::move(*one.group));
             }
             made.steps.push_back(std::move(step));
         }
+    }
+
+    // It joins the launch of the group before, if that may be, else it begins one.
+    void put_in_launch(Group *group, const Group *like) {
+        group->joins = like != nullptr && like->device == group->device && like->dtype == group->dtype;
+        for (size_t i = 0; i < group->memory.size(); i++) {
+            const auto other = in_launch.find(group->memory[i]);
+            group->joins &= other == in_launch.end() || !(other->second || group->writes >> i & 1);
+        }
+        if (!group->joins)
+            in_launch.clear();
+        for (size_t i = 0; i < group->memory.size(); i++)
+            in_launch[group->memory[i]] |= (group->writes >> i & 1) != 0;
     }
 
     // Its units as one program, or as several where there are too few registers.
@@ -340,6 +359,9 @@ class Compiler {
         core.n = group->code.size();
         if (of_program_check(&core) != nullptr)
             fail("optfuse: a program can't be run, which is an error of optfuse");
+        group->device = entry(units[its[0]].instruction->to).impl->device();
+        if (group->device != c10::kCPU && !fits_on_gpu(*group))
+            return false;
         group->reads = core.reads;
         group->writes = core.writes;
         group->numel = entry(units[its[0]].instruction->to).numel;
@@ -348,6 +370,15 @@ class Compiler {
             if (const auto dtype = dtype_of(units[its[i]].instruction->dtype))
                 group->dtype = *dtype;
         return true;
+    }
+
+    static bool fits_on_gpu(const Group &group) {
+        const size_t states = std::max<size_t>(group.memory.size(), OF_REGISTER_STATE);
+        size_t last = OF_REGISTER_TEMPORARY - 1;
+        for (const of_instruction &q : group.code)
+            last = std::max<size_t>(last, q.to);
+        return states + last - (OF_REGISTER_TEMPORARY - 1) <= OF_CUDA_REGISTERS &&
+               group.code.size() <= OF_CUDA_MOST_CODE;
     }
 
     static void put(Group *group, const Instruction &q, unsigned char to,
@@ -372,6 +403,7 @@ class Compiler {
     std::vector<std::vector<uint32_t>> readers; // by storage: groups that take a number from it
     std::vector<bool> overlaps;                 // by storage
     std::vector<uint32_t> units_left;           // by line
+    std::map<uint32_t, bool> in_launch;         // tensors of the last one; whether it writes them
     std::set<uint32_t> &in_bytes;               // tensors of booleans that have memory
     std::vector<OpenGroup> open;
     std::vector<Planned> planned;

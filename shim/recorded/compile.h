@@ -26,7 +26,9 @@ struct Group {
     unsigned reads, writes;           // of_program
     int64_t numel;
     of_dtype dtype;
+    c10::Device device = c10::kCPU;
     bool is_as_before = false; // code and numbers are those of the group that runs before it
+    bool joins = false; // on a GPU: and it may run at the same time, if code and numbers are the same
 };
 
 struct Step {

@@ -60,7 +60,8 @@ void Numbered::put_new(c10::TensorImpl *impl, uint32_t head) {
         e.is_alone = entries[head].is_alone = false;
     }
     const auto sizes = impl->sizes(), strides = impl->strides();
-    words.push_back(static_cast<uint64_t>(e.storage_number) << 32 | sizes.size() << 16 |
+    words.push_back(static_cast<uint64_t>(e.storage_number) << 32 |
+                    static_cast<uint64_t>(impl->device().index() + 1) << 24 | sizes.size() << 16 |
                     static_cast<uint64_t>(e.dtype) << 8 | static_cast<uint64_t>(e.is_absent) << 2 |
                     static_cast<uint64_t>(impl->is_non_overlapping_and_dense()) << 1 |
                     static_cast<uint64_t>(impl->is_cpu()));

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "error.h"
+#include "gpu/programs.h"
 #include "plan.h"
 #include "shim.h"
 
@@ -29,14 +30,17 @@ of_plan *kernels() {
     return core;
 }
 
-constexpr int64_t kTried = 203; // whole vectors of every width, and a tail
+// Whole vectors of every width, and a tail; on a GPU, where there may be one other bit in some
+// thousand numbers, many of them.
+int64_t tried_on(const c10::Device &device) { return device.is_cpu() ? 203 : 16411; }
 
 // Numbers of all magnitudes, then some that operators treat apart. which: others for each operand.
-at::Tensor numbers(at::ScalarType dtype, unsigned which) {
-    at::Tensor made = at::empty({kTried}, at::TensorOptions().dtype(at::kDouble));
+at::Tensor numbers(at::ScalarType dtype, const c10::Device &device, unsigned which) {
+    const int64_t n = tried_on(device);
+    at::Tensor made = at::empty({n}, at::TensorOptions().dtype(at::kDouble));
     auto *x = made.mutable_data_ptr<double>();
     uint64_t state = 0x9E3779B97F4A7C15ull * (which + 1);
-    for (int64_t i = 0; i < kTried; i++) {
+    for (int64_t i = 0; i < n; i++) {
         state ^= state << 13, state ^= state >> 7, state ^= state << 17;
         const double unit = static_cast<double>(state >> 11) * 0x1p-53;
         const auto power = static_cast<int>(state % 24) - 16;
@@ -45,8 +49,8 @@ at::Tensor numbers(at::ScalarType dtype, unsigned which) {
     constexpr double inf = std::numeric_limits<double>::infinity();
     const double apart[] = {0.0, -0.0, inf, -inf, NAN, 1.0, -1.0, 1e-40, -3e-42, 5e-8};
     for (size_t i = 0; i < 40; i++)
-        x[static_cast<size_t>(kTried) - 1 - i * 5] = apart[(i * (which + 1) + which) % 10];
-    return dtype == at::kBool ? made.gt(0) : made.to(dtype);
+        x[static_cast<size_t>(n) - 1 - i * 5] = apart[(i * (which + 1) + which) % 10];
+    return (dtype == at::kBool ? made.gt(0) : made.to(dtype)).to(device);
 }
 
 bool same_bits(const at::Tensor &a, const at::Tensor &b) {
@@ -88,7 +92,8 @@ class Trial {
             return tensor;
         at::Tensor &its = instead[tensor.unsafeGetTensorImpl()];
         if (!its.defined())
-            its = numbers(tensor.scalar_type(), static_cast<unsigned>(instead.size()));
+            its = numbers(tensor.scalar_type(), tensor.device(),
+                          static_cast<unsigned>(instead.size()));
         if (tensor.dim() == 0 && its.dim() != 0)
             its = its[0].clone();
         return its;
@@ -139,8 +144,13 @@ class Trial {
         of_program program = {code.data(), code.size(), 0, 0, false};
         if (const char *wrong = of_program_check(&program))
             fail(std::string("optfuse: an instruction can't be run: ") + wrong);
-        run_program(&program, memory, kTried, *dtype_of(dtype));
-        return copies.at(instructions[0].to);
+        const at::Tensor &result = copies.at(instructions[0].to);
+        if (result.is_cpu())
+            run_program(&program, memory, result.numel(), *dtype_of(dtype));
+        else
+            run_on_gpu(program, result.device(), *dtype_of(dtype),
+                       {entry_of(memory, result.numel())});
+        return result;
     }
 
     const Line &line;
@@ -165,17 +175,34 @@ void run_program(const of_program *program, const Memory &memory, int64_t numel,
     check(of_plan_run_program(kernels(), &in));
 }
 
+of_cuda_entry entry_of(const Memory &memory, int64_t numel) {
+    of_cuda_entry entry = {};
+    entry.param = memory[OF_REGISTER_PARAM];
+    entry.grad = memory[OF_REGISTER_GRAD] == nullptr ? entry.param : memory[OF_REGISTER_GRAD];
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        entry.state[i] = memory[OF_REGISTER_STATE + i];
+    entry.n = static_cast<size_t>(numel);
+    return entry;
+}
+
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
               const std::vector<Instruction> &made) {
-    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType>;
+    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType, int>;
     static std::mutex guards_all;
     static auto &all = *new std::map<Key, bool>;
     const std::lock_guard<std::mutex> lock(guards_all);
     const Instruction &first = made[0];
+    const c10::Device &device = first.device;
     const auto [at, is_new] = all.emplace(
-        Key{line.known, first.operation, made.size(), first.dtype, first.of_number}, false);
-    if (is_new)
+        Key{line.known, first.operation, made.size(), first.dtype, first.of_number, device.index()},
+        false);
+    if (is_new && device.is_cpu()) {
         at->second = Trial(line, place, values).run();
+    } else if (is_new) {
+        const Relaxed relaxed;
+        const of_dtype dtype = dtype_of(first.dtype).value_or(OF_FLOAT32); // of booleans
+        at->second = prepare_programs(device, dtype) && Trial(line, place, values).run();
+    }
     return at->second;
 }
 

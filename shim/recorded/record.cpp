@@ -15,11 +15,12 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-// Keys of a dense tensor on the CPU, and of nothing else. On a GPU operators run at once: they don't
-// wait there, and lines would lose the stream on which they are called.
+// Keys of a dense tensor on the CPU or a GPU, and of nothing else.
 const c10::DispatchKeySet kPlain = c10::DispatchKeySet(
-    {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-     c10::DispatchKey::AutocastCPU, kPendingKey});
+    {c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU,
+     c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
+     c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1,
+     c10::DispatchKey::AutocastPrivateUse1, c10::DispatchKey::ADInplaceOrView, kPendingKey});
 
 // Modes under which operators are more than what they compute.
 const c10::DispatchKeySet kModes =
@@ -137,7 +138,7 @@ class Called {
     bool may_be_on_tape(const at::Tensor &tensor) const {
         c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
         if ((impl->key_set().raw_repr() & ~kPlain.raw_repr()) != 0 || !impl->has_storage() ||
-            impl->is_inference())
+            impl->is_inference() || !(impl->is_cpu() || is_gpu(impl->device())))
             return false;
         c10::StorageImpl *storage = storage_of(impl);
         if (is_absent(storage))
@@ -145,19 +146,34 @@ class Called {
         return !has_mark(impl) && is_own(storage) && !is_shown(storage);
     }
 
-    // And more than counters, which nobody waits for.
-    bool has_plain_tensors() const {
+    // And more than counters, which nobody waits for. All on one device, but for numbers: what comes
+    // from another one the host may wait for.
+    bool has_plain_tensors() {
         bool has_any = false, are_small = true;
+        std::optional<c10::Device> device;
         const bool are_plain = each([&](const at::Tensor &tensor) {
-            if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+            const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+            if (impl->is_wrapped_number())
                 return true;
             has_any = true;
             if (!may_be_on_tape(tensor))
                 return false;
-            are_small &= is_small(storage_of(tensor.unsafeGetTensorImpl()));
-            return true;
+            are_small &= is_small(storage_of(impl));
+            if (impl->is_cpu() && impl->dim() == 0)
+                return true;
+            if (!device)
+                device = impl->device();
+            return *device == impl->device();
         });
-        return are_plain && has_any && (!are_small || needs_lines());
+        return are_plain && has_any && (!are_small || needs_lines()) && has_place(device);
+    }
+
+    // On a GPU its stream, which takes lines: what a graph captures runs at once.
+    bool has_place(const std::optional<c10::Device> &device) {
+        if (!device || device->is_cpu())
+            return true;
+        stream = current_stream(device->index());
+        return stream->capture == 0 && cuda_library() != nullptr;
     }
 
     // Operands that share some elements make some operators fail.
@@ -200,7 +216,7 @@ class Called {
     }
 
     void put(std::vector<c10::IValue> &&results) {
-        tape->begin_line();
+        tape->begin_line(stream);
         if (k.way == Way::WRITE)
             tape->write(op, k, stack);
         else
@@ -221,6 +237,7 @@ class Called {
     const PassOn pass_on;
     const Known &k;
     const size_t n;
+    std::optional<of_stream> stream; // of a line on a GPU
 };
 
 } // namespace

@@ -1,19 +1,30 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "recorded/schedule.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "error.h"
+#include "gpu/programs.h"
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
 
 namespace optfuse::recorded {
 namespace {
+
+void allocate(c10::StorageImpl *storage) {
+    const c10::OptionalDeviceGuard there(
+        is_gpu(storage->device()) ? std::optional<c10::Device>(storage->device()) : std::nullopt);
+    storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
+    unseal(storage);
+}
 
 // The storage of a result that a line has promised gets the memory of what its operator has made.
 void give_memory(const at::Tensor &to, at::Tensor &&made) {
@@ -29,8 +40,7 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
         unseal(storage);
         return;
     }
-    storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
-    unseal(storage);
+    allocate(storage);
     to.copy_(made);
 }
 
@@ -52,15 +62,12 @@ void run_operator(const Line &line, std::vector<c10::IValue> &values) {
     }
 }
 
-void run_group(const Group &group, const std::vector<Entry> &entries,
-               const std::vector<c10::IValue> &values, std::vector<of_instruction> *code) {
-    for (const uint32_t number : group.makes) {
-        const Entry &e = entries[number];
-        e.storage->set_data_ptr_noswap(e.storage->allocator()->allocate(e.storage->nbytes()));
-        unseal(e.storage);
-        unmark(e.impl);
-    }
-    if (!group.is_as_before) {
+// A program over the memory of one group, or of several on a GPU, which run at the same time.
+class Launch {
+  public:
+    // code: of a group, in which it gets its numbers.
+    static void put_numbers(const Group &group, const std::vector<c10::IValue> &values,
+                            std::vector<of_instruction> *code) {
         *code = group.code;
         for (const Group::Patch &patch : group.patches) {
             of_instruction &q = (*code)[patch.instruction];
@@ -68,12 +75,58 @@ void run_group(const Group &group, const std::vector<Entry> &entries,
         }
         code->resize(of_program_fuse(code->data(), code->size()));
     }
-    of_program program = {code->data(), code->size(), group.reads, group.writes, false};
-    std::array<void *, OF_REGISTER_TEMPORARY> memory = {};
-    for (size_t i = 0; i < group.memory.size(); i++)
-        memory[i] = entries[group.memory[i]].memory();
-    run_program(&program, memory, group.numel, group.dtype);
-}
+
+    // The group's program is the one whose run is to come, or the last one.
+    bool takes(const Group &group, const std::vector<c10::IValue> &values) {
+        if (group.is_as_before)
+            return group.joins;
+        put_numbers(group, values, &next);
+        const bool are_same =
+            group.joins && std::equal(code.begin(), code.end(), next.begin(), next.end(),
+                                      [](const of_instruction &x, const of_instruction &y) {
+                                          return x.operation == y.operation && x.to == y.to &&
+                                                 x.a == y.a && x.b == y.b && x.c == y.c &&
+                                                 has_bits_of(x.s, y.s) && has_bits_of(x.t, y.t);
+                                      });
+        has_next = !are_same;
+        return are_same;
+    }
+
+    void put(const Group &group, const std::vector<Entry> &entries) {
+        if (std::exchange(has_next, false))
+            code.swap(next);
+        for (const uint32_t number : group.makes) {
+            allocate(entries[number].storage);
+            unmark(entries[number].impl);
+        }
+        Memory memory = {};
+        for (size_t i = 0; i < group.memory.size(); i++)
+            memory[i] = entries[group.memory[i]].memory();
+        last = &group;
+        of_program program = program_of(group);
+        if (group.device.is_cpu())
+            run_program(&program, memory, group.numel, group.dtype);
+        else
+            waiting.push_back(entry_of(memory, group.numel));
+    }
+
+    bool is_waiting() const { return !waiting.empty(); }
+    void run() {
+        if (is_waiting())
+            run_on_gpu(program_of(*last), last->device, last->dtype, std::exchange(waiting, {}));
+    }
+
+  private:
+    static bool has_bits_of(double x, double y) { return std::memcmp(&x, &y, sizeof x) == 0; }
+    of_program program_of(const Group &group) const {
+        return {code.data(), code.size(), group.reads, group.writes, false};
+    }
+
+    std::vector<of_instruction> code, next;
+    bool has_next = false;
+    const Group *last = nullptr;
+    std::vector<of_cuda_entry> waiting;
+};
 
 struct KnownSchedules {
     std::unordered_map<uint64_t, std::unique_ptr<Schedule>> made;
@@ -123,20 +176,32 @@ bool is_absent(const c10::IValue &value) {
 
 void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c10::IValue> &values,
          const Numbered &numbered, Counts *counts) {
-    std::vector<of_instruction> code;
+    Launch launch;
+    std::vector<uint32_t> done;
+    const auto finish = [&] {
+        launch.run();
+        for (const uint32_t line : done)
+            for (uint32_t i = lines[line].first; i < lines[line].end; i++)
+                if (!is_absent(values[i]))
+                    values[i] = c10::IValue();
+        done.clear();
+    };
     for (const Step &step : schedule.steps) {
-        if (step.is_group) {
-            run_group(schedule.groups[step.number], numbered.entries, values, &code);
+        const Group *group = step.is_group ? &schedule.groups[step.number] : nullptr;
+        if (group == nullptr || !launch.takes(*group, values))
+            finish();
+        if (group != nullptr) {
+            launch.put(*group, numbered.entries);
             counts->groups++;
         } else {
             run_operator(lines[step.number], values);
             counts->calls++;
         }
-        for (const uint32_t done : step.done)
-            for (uint32_t i = lines[done].first; i < lines[done].end; i++)
-                if (!is_absent(values[i]))
-                    values[i] = c10::IValue();
+        done.insert(done.end(), step.done.begin(), step.done.end());
+        if (!launch.is_waiting())
+            finish();
     }
+    finish();
 }
 
 // Results that will never be made are no part of the tape any more, and have no address.

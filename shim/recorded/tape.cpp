@@ -20,7 +20,8 @@ at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
         at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype));
     auto storage = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes,
-        c10::DataPtr(nullptr, this, forget_absent, device), c10::GetAllocator(device.type()), true);
+        c10::DataPtr(nullptr, this, forget_absent, device),
+        device.is_cpu() ? c10::GetAllocator(c10::kCPU) : gpu_allocator(device), true);
     seal(storage.get());
     const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
     at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
@@ -39,13 +40,16 @@ void Tape::drop_garbage() {
     of_interpreter.give_gil(state);
 }
 
-void Tape::begin_line() {
+void Tape::begin_line(const std::optional<of_stream> &stream) {
     const Settings now;
-    if (lines.size() >= kMostLines || (!lines.empty() && !(now == settings)))
+    if (lines.size() >= kMostLines || (!lines.empty() && !(now == settings)) ||
+        (stream && !streams.have_room_for(*stream)))
         play();
     if (garbage.size() >= kMostLines)
         drop_garbage();
     settings = now;
+    if (stream)
+        streams.put(*stream);
 }
 
 void Tape::seal_written(const at::Tensor &tensor) {
@@ -119,6 +123,7 @@ void Tape::play() {
     counts.plays++;
     std::vector<Line> now = std::exchange(lines, {});
     std::vector<c10::IValue> its = std::exchange(values, {});
+    const Streams its_streams = std::exchange(streams, {});
     touched.clear();
     n_touched = 0;
     for (const c10::Storage &storage : std::exchange(sealed, {}))
@@ -128,6 +133,7 @@ void Tape::play() {
     // Versions were counted when the lines were written.
     const PlainMode plain;
     const WithSettings as_called(settings);
+    const WithStreams where_called(its_streams);
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
     run_lines(now, its, &counts);
     for (c10::IValue &value : its)

@@ -10,6 +10,7 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "compat.h"
@@ -39,8 +40,8 @@ class Tape {
     void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack);
     void make(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
               std::vector<c10::IValue> &&results);
-    // Lines that come now have the present settings.
-    void begin_line();
+    // A line that comes now has the present settings; stream: of one on a GPU.
+    void begin_line(const std::optional<of_stream> &stream);
     // Whether a line reads or writes this storage.
     bool touches(const c10::StorageImpl *storage);
     // Runs the lines. An exception leaves the rest undone, as it would have in step().
@@ -60,6 +61,7 @@ class Tape {
     uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
 
     Settings settings; // of all lines
+    Streams streams;
     std::vector<Line> lines;
     std::vector<c10::IValue> values;
     std::vector<c10::Storage> sealed, write_sealed;
@@ -99,7 +101,9 @@ template <typename Work> bool each_tensor(const c10::IValue &value, const Work &
     return true;
 }
 // A counter or the like, which scripts may look at between lines at no cost.
-inline bool is_small(const c10::StorageImpl *storage) { return storage->nbytes() <= 8; }
+inline bool is_small(const c10::StorageImpl *storage) {
+    return storage->nbytes() <= 8 && storage->device_type() == c10::kCPU;
+}
 
 template <typename Work>
 bool each_tensor(const c10::IValue *values, size_t n, const Work &work) {

@@ -28,6 +28,7 @@ struct Number {
 struct Instruction {
     of_operator operation;
     at::ScalarType dtype;      // of the computation: booleans are 0 and 1
+    c10::Device device = c10::kCPU;
     at::ScalarType of_number = at::kLong; // the dtype of a tensor that s or t is read from
     uint32_t to, from[3] = {}; // numbers of tensors
     size_t n_from = 0;
