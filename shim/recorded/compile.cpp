@@ -11,6 +11,7 @@
 
 #include "cuda/table.h"
 #include "error.h"
+#include "guard.h"
 #include "recorded/programs.h"
 
 namespace optfuse::recorded {
@@ -263,6 +264,7 @@ class Compiler {
             const auto other = in_launch.find(group->memory[i]);
             group->joins &= other == in_launch.end() || !(other->second || group->writes >> i & 1);
         }
+        group->joins |= like != nullptr && !OF_GUARD(recorded_launch);
         if (!group->joins)
             in_launch.clear();
         for (size_t i = 0; i < group->memory.size(); i++)

@@ -161,7 +161,7 @@ struct Form {
 };
 
 struct Call {
-    bool is_line = true;
+    bool is_line = true, counts;
     std::vector<std::vector<Form>> results;
     std::vector<bool> is_list; // of each result
 };
@@ -281,6 +281,8 @@ bool Learned::is_known() { return calls.found != nullptr; }
 
 bool Learned::is_line() { return calls.found->is_line; }
 
+bool Learned::counts() { return calls.found->counts; }
+
 std::vector<c10::IValue> Learned::results(Tape *tape) {
     const Call &call = *calls.found;
     const auto make = [tape](const Form &f) {
@@ -301,8 +303,9 @@ std::vector<c10::IValue> Learned::results(Tape *tape) {
 }
 
 void Learned::learn(const Known &k, const std::vector<c10::IValue> &args,
-                    const c10::IValue *results, size_t n_results) {
+                    const c10::IValue *results, size_t n_results, bool counts) {
     Call call;
+    call.counts = counts;
     std::unordered_set<const c10::StorageImpl *> given; // results that share memory are no line's
     c10::Device device = c10::kCPU;                     // nor those on another device
     each_tensor(args.data(), args.size(), [&](const at::Tensor &tensor) {

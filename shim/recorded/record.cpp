@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "guard.h"
 #include "recorded/forms.h"
 
 namespace optfuse::recorded {
@@ -149,9 +150,9 @@ class Called {
     // And more than counters, which nobody waits for. All on one device, but for numbers: what comes
     // from another one the host may wait for.
     bool has_plain_tensors() {
-        bool has_any = false, are_small = true;
+        bool has_any = false, are_small = true, writes = false;
         std::optional<c10::Device> device;
-        const bool are_plain = each([&](const at::Tensor &tensor) {
+        const auto is_plain = [&](const at::Tensor &tensor) {
             const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
             if (impl->is_wrapped_number())
                 return true;
@@ -159,13 +160,18 @@ class Called {
             if (!may_be_on_tape(tensor))
                 return false;
             are_small &= is_small(storage_of(impl));
-            if (impl->is_cpu() && impl->dim() == 0)
+            if (impl->is_cpu() && impl->dim() == 0 && !writes)
                 return true;
             if (!device)
                 device = impl->device();
             return *device == impl->device();
-        });
-        return are_plain && has_any && (!are_small || needs_lines()) && has_place(device);
+        };
+        for (size_t i = 0; i < n; i++) {
+            writes = k.writes[i];
+            if (!each_tensor(args()[i], is_plain))
+                return false;
+        }
+        return has_any && (!are_small || needs_lines()) && has_place(device);
     }
 
     // On a GPU its stream, which takes lines: what a graph captures runs at once.
@@ -173,7 +179,7 @@ class Called {
         if (!device || device->is_cpu())
             return true;
         stream = current_stream(device->index());
-        return stream->capture == 0 && cuda_library() != nullptr;
+        return cuda_library() != nullptr && (stream->capture == 0 || !OF_GUARD(recorded_capture));
     }
 
     // Operands that share some elements make some operators fail.
@@ -198,9 +204,11 @@ class Called {
     bool record() {
         if (k.way == Way::WRITE && may_overlap())
             return false;
-        if (k.elementwise)
+        // On lists PyTorch's operators for GPUs count no versions, where they don't take them one by one.
+        const bool counts = !(stream && k.of_lists && k.way == Way::WRITE);
+        if (k.elementwise && counts)
             if (auto results = forms_by_rule(tape, k, args())) {
-                put(std::move(*results));
+                put(std::move(*results), true);
                 return true;
             }
         if (!Learned::look_up(k, args()))
@@ -211,23 +219,36 @@ class Called {
         }
         if (!Learned::is_line())
             return false;
-        put(k.way == Way::MAKE ? Learned::results(tape) : std::vector<c10::IValue>());
+        put(k.way == Way::MAKE ? Learned::results(tape) : std::vector<c10::IValue>(),
+            Learned::counts());
         return true;
     }
 
-    void put(std::vector<c10::IValue> &&results) {
+    void put(std::vector<c10::IValue> &&results, bool counts) {
         tape->begin_line(stream);
         if (k.way == Way::WRITE)
-            tape->write(op, k, stack);
+            tape->write(op, k, stack, counts);
         else
             tape->make(op, k, stack, std::move(results));
     }
 
     void learn() {
         const std::vector<c10::IValue> given(args(), args() + n);
+        const auto version = [&] {
+            uint32_t its = 0;
+            for (size_t i = 0; i < n; i++)
+                if (k.writes[i])
+                    each_tensor(given[i], [&](const at::Tensor &tensor) {
+                        its = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+                        return false;
+                    });
+            return its;
+        };
+        const uint32_t before = version();
         run_at_once();
         const size_t results = op.schema().returns().size();
-        Learned::learn(k, given, stack->data() + stack->size() - results, results);
+        Learned::learn(k, given, stack->data() + stack->size() - results, results,
+                       version() != before);
     }
 
     Tape *const tape;

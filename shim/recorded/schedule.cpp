@@ -106,7 +106,7 @@ class Launch {
         of_program program = program_of(group);
         if (group.device.is_cpu())
             run_program(&program, memory, group.numel, group.dtype);
-        else
+        else if (group.writes != 0)
             waiting.push_back(entry_of(memory, group.numel));
     }
 

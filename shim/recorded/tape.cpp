@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/schedule.h"
 #include "tensor/plain_mode.h"
@@ -43,7 +44,7 @@ void Tape::drop_garbage() {
 void Tape::begin_line(const std::optional<of_stream> &stream) {
     const Settings now;
     if (lines.size() >= kMostLines || (!lines.empty() && !(now == settings)) ||
-        (stream && !streams.have_room_for(*stream)))
+        (stream && !streams.have_room_for(*stream) && OF_GUARD(recorded_stream)))
         play();
     if (garbage.size() >= kMostLines)
         drop_garbage();
@@ -52,9 +53,10 @@ void Tape::begin_line(const std::optional<of_stream> &stream) {
         streams.put(*stream);
 }
 
-void Tape::seal_written(const at::Tensor &tensor) {
+void Tape::seal_written(const at::Tensor &tensor, bool is_counted) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    impl->bump_version();
+    if (is_counted)
+        impl->bump_version();
     if (is_sealed(storage_of(impl)))
         return;
     seal(storage_of(impl));
@@ -83,12 +85,13 @@ uint32_t Tape::take_arguments(const Known &k, torch::jit::Stack *stack) {
     return first;
 }
 
-void Tape::write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack) {
+void Tape::write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
+                 bool is_counted) {
     const uint32_t first = take_arguments(k, stack);
     for (size_t i = 0; i < k.n; i++)
         if (k.writes[i])
-            each_tensor(values[first + i], [this](const at::Tensor &tensor) {
-                seal_written(tensor);
+            each_tensor(values[first + i], [this, is_counted](const at::Tensor &tensor) {
+                seal_written(tensor, is_counted);
                 return true;
             });
     for (const size_t i : k.returned)

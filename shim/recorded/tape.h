@@ -36,8 +36,9 @@ class Tape {
     void begin() { counts = {}; } // one more step() of this thread
     bool is_empty() const { return lines.empty(); }
     // Takes n arguments from the end of the stack, and the results' place there. The values that a
-    // line writes count as changed from here on.
-    void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack);
+    // line writes count as changed from here on, and have other versions where stock counts them.
+    void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
+               bool is_counted);
     void make(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
               std::vector<c10::IValue> &&results);
     // A line that comes now has the present settings; stream: of one on a GPU.
@@ -56,7 +57,7 @@ class Tape {
     void drop_garbage(); // takes it
 
   private:
-    void seal_written(const at::Tensor &tensor);
+    void seal_written(const at::Tensor &tensor, bool is_counted);
     void seal_read(const at::Tensor &tensor);
     uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
 
