@@ -20,6 +20,7 @@ from test_gpu_moves import moved
 from test_gpu_traced import FORMULAS, SIZES, EachGroup
 from test_traced_operators import special
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from traced_classes import (
     TRACEABLE,
     ByViews,
@@ -203,7 +204,7 @@ def moves(world):
         moved(model, device)
         for p in world.params:
             state = world.optimizer.state[p]
-            state.update(torch.utils._pytree.tree_map_only(torch.Tensor, there(device), dict(state)))
+            state.update(tree_map_only(torch.Tensor, there(device), dict(state)))
         settle_devices()
         world.steps(2, 2 * i)
 
@@ -396,7 +397,7 @@ def test_a_program_that_needs_what_the_one_before_writes_is_another_launch(monke
 
 
 def test_lists_of_several_dtypes_are_pytorchs_own():
-    """Which takes them one by one, and rounds so."""
+    """PyTorch takes them one by one there, and rounds so."""
     dtypes = torch.float32, torch.bfloat16
     params = [torch.ones(40, device=NAME, dtype=d, requires_grad=True) for d in dtypes]
     optimizer = optfuse.fuse(CLASSES["Lists"](params), recorded=True)
@@ -452,7 +453,7 @@ print("operators", optfuse._recorded.last_counts()["operators"])
     assert int(python_ok(script).split()[-1]) > 0
 
 
-# What the guards are for
+# The guards' controls
 
 
 class Apart(Base):

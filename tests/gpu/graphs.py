@@ -109,11 +109,11 @@ def recorded_steps_in_a_graph(on: On) -> None:
     """Nothing is recorded in a capture: its operators run at once."""
     for name in ("Elementwise", "Capturable", "CapturableLists"):
 
-        def script(wrap: Any, make: Any = KINDS[name]) -> Any:
+        def script(wrap: Any, name: str = name) -> Any:
             def wrapped(optimizer: Any) -> Any:
                 return wrap(optimizer, recorded=True)
 
-            one = Iteration(on, wrapped, make)
+            one = Iteration(on, wrapped, KINDS[name])
             one.warm_up()
             graph = one.capture()
             for i in range(STEPS):
