@@ -29,6 +29,10 @@ namespace optfuse {
 
 struct Plan;
 
+namespace recorded {
+class Ahead;
+}
+
 // Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
 // place will do.
 constexpr int64_t ANYWHERE = -1;
@@ -149,6 +153,7 @@ struct Plan {
     // each cohort, whose parameters are alike.
     std::vector<int64_t> kinds;
     std::vector<std::vector<int64_t>> cohorts;
+    std::shared_ptr<recorded::Ahead> ahead; // backward mode, of a class whose step() is recorded
     // In backward mode: all updates of this pass are left to step(), since a program has counters in
     // it that another optimizer may advance first, or since the class takes this step by itself.
     std::atomic<bool> is_left{false};

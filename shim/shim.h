@@ -203,14 +203,20 @@ OF_API void of_shim_seal_consumed(bool sealed);
 
 /* Calls step(*arguments, **keywords), with the GIL: a callable, a tuple, and a dict or NULL. The
  * operators that it calls are recorded, and run together before this returns (recorded/tape.h).
- * Returns what step() returns; NULL: Python's exception is set. */
-OF_API struct _object *of_shim_recorded_step(struct _object *step, struct _object *arguments,
-                                             struct _object *keywords);
+ * plan: of backward mode, which finds out whether the next one can run ahead of its gradients; or
+ * NULL. Returns what step() returns; NULL: Python's exception is set. */
+OF_API struct _object *of_shim_recorded_step(of_shim_plan *plan, struct _object *step,
+                                             struct _object *arguments, struct _object *keywords);
+/* Likewise at the beginning of a backward pass, behind optfuse::begin_ahead. .grad of each of params
+ * is the tensor of `gradients` in its place (lists). Its lines run as updates of their parameters. */
+OF_API struct _object *of_shim_step_ahead(of_shim_plan *plan, struct _object *step,
+                                          struct _object *arguments, struct _object *params,
+                                          struct _object *gradients);
 /* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded. */
 OF_API int of_shim_play_recorded(bool ends);
-/* From here on Tensor.data, an attribute of Python that is written in C, runs it before it gets
- * another value. head_bytes: of an object without attributes. */
-OF_API int of_shim_watch_data(void *attribute, size_t head_bytes);
+/* From here on Tensor.data, grad and _version, attributes of Python that are written in C, are read
+ * and written with regard to it. head_bytes: of an object without attributes. */
+OF_API int of_shim_watch_attributes(void *data, void *grad, void *version, size_t head_bytes);
 /* Whether this thread is in it. */
 OF_API bool of_shim_is_recording(void);
 /* The counts of this thread's last one: lines; how often they were run; operators that ran at once;

@@ -30,6 +30,7 @@ from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
 from optfuse._updaters.choice import updater_class, updater_of
+from optfuse._updaters.recorded import Recorded, RecordedRule
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -52,7 +53,7 @@ class _Fused:
             check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.rule.external:
+            if link.rule.external and not isinstance(link.rule, RecordedRule):
                 link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
             if isinstance(link.rule, TracedRule):
                 link.ledger.take_promise(optimizer, _try_again(optimizer, link))
@@ -93,14 +94,14 @@ class _Fused:
                 "optfuse.unfuse(optimizer) first"
             )
         stock = link_of(self).stock  # type: ignore[arg-type]
-        return copyreg._reconstructor, (stock, object, None), self.__getstate__()  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (stock, object, None), _state_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self = unwrapped(self)  # type: ignore[type-var]
         link = link_of(self)  # type: ignore[arg-type]
         twin = link.stock.__new__(link.stock)
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[attr-defined]
+        twin.__setstate__(copy.deepcopy(_state_of(self), memo))
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
@@ -109,6 +110,14 @@ class _Fused:
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
+
+
+def _state_of(optimizer: Any) -> Any:
+    """What a copy is made of. A class may give all attributes away."""
+    found = optimizer.__getstate__()
+    if isinstance(found, dict) and LINK in found:
+        return {k: v for k, v in found.items() if k not in (LINK, _AMP)}
+    return found
 
 
 def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
@@ -124,6 +133,8 @@ def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
 def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
     """Options may have become others since the original was fused; of a traced class they are in
     each step's programs."""
+    if isinstance(link.rule, RecordedRule):
+        return link.rule
     if isinstance(link.rule, TracedRule):
         return replace(link.rule, promise=link.ledger.updater.promise)
     try_with_stock(link.stock, twin.param_groups, _fuse_small)
@@ -180,8 +191,36 @@ class _FusedOwn(_Fused):
         self.__dict__["state"] = state
 
 
+class _FusedRecorded(_Fused):
+    """Of backward mode: the class's own step() runs with its own arguments."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = self
+        link = link_of(optimizer)
+        with link.alone:
+            make = functools.partial(link.step, optimizer)
+            return _recorded_of(link).called(optimizer, make, *args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        optimizer: Any = unwrapped(self)  # type: ignore[type-var]
+        _recorded_of(link_of(optimizer)).give_up(optimizer)
+        _step.zero_grad(optimizer, set_to_none)
+
+
+def _recorded_of(link: Link) -> Recorded:
+    updater = link.ledger.updater
+    assert isinstance(updater, Recorded)
+    return updater
+
+
+def _methods_for(rule: Rule) -> type:
+    if isinstance(rule, RecordedRule):
+        return _FusedRecorded
+    return _FusedOwn if rule.external else _Fused
+
+
 @functools.cache
-def fused_class(stock: type[Optimizer], external: bool = False) -> type[Optimizer]:
+def fused_class(stock: type[Optimizer], methods: type = _Fused) -> type[Optimizer]:
     """The subclass that a fused optimizer of this class becomes."""
 
     def make_stock(_: type[Optimizer], *args: Any, **kwargs: Any) -> Optimizer:
@@ -193,7 +232,7 @@ def fused_class(stock: type[Optimizer], external: bool = False) -> type[Optimize
         return made
 
     names = {
-        **_methods(_FusedOwn if external else _Fused),
+        **_methods(methods),
         "__new__": make_stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
@@ -228,7 +267,7 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> Optimiz
     if options.delays:
         link.delayed = delayed_updates.Delayed(link, optimizer, options)
     optimizer.__dict__[LINK] = link
-    optimizer.__class__ = fused_class(stock, link.rule.external)  # type: ignore[assignment, arg-type]
+    optimizer.__class__ = fused_class(stock, _methods_for(rule))  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().
@@ -241,6 +280,8 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> Optimiz
 def become_stock(optimizer: Optimizer) -> None:
     """Launches what is pending first."""
     link = link_of(optimizer)
+    if isinstance(link.ledger.updater, Recorded):
+        link.ledger.updater.give_up(optimizer)
     link.close()
     del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
     optimizer.__dict__.update(link.saved)

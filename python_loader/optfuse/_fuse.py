@@ -34,6 +34,7 @@ from optfuse._library.log import warn
 from optfuse._link import link_of
 from optfuse._options import AUTO, OFF, Options, is_disabled, is_fused, products_asked
 from optfuse._own_step.untouched import says_what_ran
+from optfuse._patches import raw_memory
 from optfuse._recorded import (
     can_record,
     fuse_recorded,
@@ -45,6 +46,7 @@ from optfuse._refuse import check_class, check_eager, check_group, check_params
 from optfuse._rules import RULES, Rule
 from optfuse._scheduler import check_step
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
+from optfuse._updaters.recorded import RECORDED
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -119,7 +121,12 @@ def fuse(
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if is_asked(recorded) and can_record(optimizer, mode):
-        return fuse_recorded(optimizer)
+        if isinstance(mode, Forward):
+            return fuse_recorded(optimizer)
+        check_params(optimizer.param_groups)
+        _process.start()
+        raw_memory.watch_recorded()
+        return become_fused(optimizer, _options(optimizer, mode, eager, bucket_bytes), RECORDED)
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is

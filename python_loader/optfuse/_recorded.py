@@ -46,7 +46,7 @@ class Step:
             step, args = type(optimizer).step, (optimizer, *args)
         if not self.records:
             return step(*args, **kwargs)
-        return lib_with_gil.of_shim_recorded_step(step, args, kwargs)
+        return lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         return Step(memo[id(self.owner())])
@@ -63,8 +63,10 @@ def is_asked(recorded: bool | None) -> bool:
 def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:
     """Whether its class has no kernels, and step() is all that is to be fused."""
     rule = RULES.get(type(optimizer))
-    if not isinstance(mode, Forward) or (rule is not None and not rule.external):
+    if rule is not None and not rule.external:
         return False
+    if isinstance(mode, Backward):
+        return mode.ddp is None
     return mode.max_grad_norm is None and mode.ddp is None and mode.delay is None
 
 

@@ -22,6 +22,7 @@
 #include "plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
+#include "recorded/ahead.h"
 #include "slots.h"
 #include "tensor/memory.h"
 #include "tensor/plain_mode.h"
@@ -196,12 +197,17 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
         return OF_FOUND_ERROR;
     }
     // A reduced one lies in a bucket of DistributedDataParallel, which others read no more.
-    if (slot->plan->is_left || (OF_GUARD(shared_state) && shares_state(*slot)))
+    const recorded::Ahead *ahead = slot->plan->ahead.get(); // its lines are users of the memory, too
+    const bool is_recorded = ahead != nullptr && ahead->owns(slot->index);
+    if (slot->plan->is_left ||
+        (OF_GUARD(shared_state) && !is_recorded && shares_state(*slot)))
         return OF_FOUND_NOTHING;
     if (slot->plan->scalars.scale_gradients() && p->device().is_cpu())
         return OF_FOUND_NOTHING;
-    const bool is_left = OF_GUARD(postpone) && (!is_private(storage_of(p), slot->aliases.size()) ||
-                                                (!slot->reduced && is_gradient_shared(slot, grad)));
+    const bool has_others = is_recorded ? !ahead->knows_all_users(*slot)
+                                        : !is_private(storage_of(p), slot->aliases.size());
+    const bool is_left = OF_GUARD(postpone) &&
+                         (has_others || (!slot->reduced && is_gradient_shared(slot, grad)));
     return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;
 }
 

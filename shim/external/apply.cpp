@@ -25,6 +25,7 @@
 #include "guard.h"
 #include "plan.h"
 #include "python/callback.h"
+#include "recorded/ahead.h"
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/overlap.h"
@@ -203,6 +204,10 @@ bool update(const of_inputs *in, const double *hyper, References *refs) {
         stream.reset_stream(c10::Stream(c10::Stream::UNSAFE, param.device(), in->stream.id));
     if (refs->program) {
         run_program(in, refs);
+        return true;
+    }
+    if (const auto &ahead = slot->plan->ahead; ahead && ahead->owns(slot->index)) {
+        ahead->run(slot->index, refs->special->held_grad);
         return true;
     }
     if (run_native(in, hyper, refs))

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "recorded/record.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "autograd/recompute.h"
 #include "guard.h"
 #include "recorded/forms.h"
+#include "tensor/plain_mode.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -66,29 +68,41 @@ class Called {
         redispatch();
     }
 
-    // An update that is pending, of another optimizer, a promise or the like.
-    static bool is_others(const at::Tensor &tensor) {
-        const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-        return has_mark(impl) && !(impl->has_storage() && is_absent(storage_of(impl)));
+    bool is_absent_here(const c10::StorageImpl *storage) const {
+        return is_absent(storage) && data_ptr_of(storage).get_context() == tape->context();
+    }
+
+    // An update that is pending, of another optimizer, a promise or the like: its memory is sealed on
+    // the CPU. Aliases of what lines have made may have a mark that nobody has taken off.
+    bool is_others(const at::Tensor &tensor) const {
+        c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+        if (!has_mark(impl) || (impl->has_storage() && is_absent_here(storage_of(impl))))
+            return false;
+        if (!impl->has_storage() || !impl->is_cpu() || impl->is_python_dispatch() ||
+            is_sealed(storage_of(impl)))
+            return true;
+        if (!marks_stay())
+            unmark(impl);
+        return false;
     }
     bool is_others() const {
-        return !each([](const at::Tensor &tensor) { return !is_others(tensor); });
+        return !each([this](const at::Tensor &tensor) { return !is_others(tensor); });
     }
 
     // Whether lines have to run first: they read or write memory of its tensors. Counters, which
     // have no seal against writing, it may read beside lines.
     bool needs_lines() const {
-        if (tape->is_empty())
+        if (tape->is_empty() && !tape->is_ahead()) // else there are stand-ins
             return false;
-        if (k.reads_all || torch::autograd::get_current_graph_task_id() != -1)
+        if (k.reads_all || tape->is_in_backward())
             return true;
         for (size_t i = 0; i < n; i++) {
             const bool writes = k.writes[i] || k.way == Way::LOOK;
             const bool is_free = each_tensor(args()[i], [&](const at::Tensor &tensor) {
                 const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
                 return impl->has_storage() && !impl->is_python_dispatch() &&
-                       !is_sealed(storage_of(impl)) && !write_seal_flag(storage_of(impl)) &&
-                       !(writes && tape->touches(storage_of(impl)));
+                       !(writes ? tape->has_line_before_write(impl)
+                                : tape->has_line_before_read(impl));
             });
             if (!is_free)
                 return true;
@@ -96,9 +110,28 @@ class Called {
         return false;
     }
 
+    // Of a step() that runs, or could, before its gradients are there.
+    void look_at_once() {
+        if (k.way == Way::DRAW)
+            tape->meets("draws random numbers");
+        if (k.reads_all)
+            tape->meets("calls an operator of another library (" + op.schema().name() + ")");
+        if (tape->is_in_backward())
+            tape->meets("calls backward()");
+        for (size_t i = 0; i < n; i++)
+            if (k.writes[i])
+                each_tensor(args()[i], [this](const at::Tensor &tensor) {
+                    tape->is_written_at_once(tensor, op.schema().name());
+                    return true;
+                });
+    }
+
     void run_at_once() {
-        if (!k.makes_blank && needs_lines())
+        if (!k.makes_blank && needs_lines()) {
+            tape->meets("looks at numbers (" + op.schema().name() + ")");
             tape->play();
+        }
+        look_at_once();
         tape->counts.at_once++;
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
         if (is_others())
@@ -116,11 +149,17 @@ class Called {
                        tape->touches(storage_of(tensor.unsafeGetTensorImpl()));
             return true;
         });
-        if (touched)
+        if (touched) {
+            tape->meets("looks at numbers past PyTorch's operators");
             tape->play();
-        each([](const at::Tensor &tensor) {
-            if (tensor.has_storage())
-                optfuse::recorded::show(storage_of(tensor.unsafeGetTensorImpl()));
+        }
+        each([this](const at::Tensor &tensor) {
+            if (!tensor.has_storage())
+                return true;
+            c10::StorageImpl *storage = storage_of(tensor.unsafeGetTensorImpl());
+            if (!is_small(storage))
+                tape->meets("takes the address of a tensor");
+            optfuse::recorded::show(storage);
             return true;
         });
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
@@ -130,7 +169,7 @@ class Called {
     // Whether it is a part of a graph, of a backward pass or of what a mode sees.
     bool is_straight() const {
         if ((keys & kModes).has_any(kModes) || c10::InferenceMode::is_enabled() ||
-            torch::autograd::get_current_graph_task_id() != -1)
+            tape->is_in_backward())
             return true;
         return c10::GradMode::is_enabled() &&
                !each([](const at::Tensor &tensor) { return !tensor.requires_grad(); });
@@ -143,8 +182,8 @@ class Called {
             return false;
         c10::StorageImpl *storage = storage_of(impl);
         if (is_absent(storage))
-            return data_ptr_of(storage).get_context() == tape;
-        return !has_mark(impl) && is_own(storage) && !is_shown(storage);
+            return is_absent_here(storage);
+        return !is_others(tensor) && is_own(storage) && !is_shown(storage);
     }
 
     // And more than counters, which nobody waits for. All on one device, but for numbers: what comes
@@ -171,15 +210,26 @@ class Called {
             if (!each_tensor(args()[i], is_plain))
                 return false;
         }
-        return has_any && (!are_small || needs_lines()) && has_place(device);
+        return has_any && (!are_small || needs_lines() || writes_param()) && has_place(device);
     }
 
     // On a GPU its stream, which takes lines: what a graph captures runs at once.
     bool has_place(const std::optional<c10::Device> &device) {
         if (!device || device->is_cpu())
             return true;
+        if (tape->is_watched())
+            tape->meets("works on a GPU");
         stream = current_stream(device->index());
         return cuda_library() != nullptr && (stream->capture == 0 || !OF_GUARD(recorded_capture));
+    }
+
+    bool writes_param() const {
+        for (size_t i = 0; tape->is_watched() && i < n; i++)
+            if (k.writes[i] && !each_tensor(args()[i], [this](const at::Tensor &tensor) {
+                    return !tape->is_param(storage_of(tensor.unsafeGetTensorImpl()));
+                }))
+                return true;
+        return false;
     }
 
     // Operands that share some elements make some operators fail.
@@ -213,6 +263,10 @@ class Called {
             }
         if (!Learned::look_up(k, args()))
             return false;
+        if (!Learned::is_known() && tape->is_watched() && !stream) {
+            learn_beside();
+            Learned::look_up(k, args());
+        }
         if (!Learned::is_known()) {
             learn();
             return true;
@@ -249,6 +303,32 @@ class Called {
         const size_t results = op.schema().returns().size();
         Learned::learn(k, given, stack->data() + stack->size() - results, results,
                        version() != before);
+    }
+
+    // On other numbers: those that there are may be to come.
+    void learn_beside() {
+        const PlainMode plain;
+        const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
+        const auto other = [](const at::Tensor &tensor) {
+            if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number())
+                return tensor;
+            return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()).fill_(1);
+        };
+        std::vector<c10::IValue> given;
+        for (size_t i = 0; i < n; i++) {
+            const c10::IValue &value = args()[i];
+            if (value.isTensorList()) {
+                c10::List<at::Tensor> list;
+                for (const at::Tensor &tensor : value.toTensorVector())
+                    list.push_back(other(tensor));
+                given.emplace_back(std::move(list));
+            } else {
+                given.push_back(value.isTensor() ? c10::IValue(other(value.toTensor())) : value);
+            }
+        }
+        Stack beside(given.begin(), given.end());
+        op.callBoxed(beside);
+        Learned::learn(k, given, beside.data(), beside.size(), true);
     }
 
     Tape *const tape;

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // step.cpp: calls an optimizer's own step() and records it. Recording begins and ends here, whatever
 // step() raises, an interrupt too.
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 
 #include <cstring>
+#include <functional>
 #include <string>
 #include <utility>
 
+#include "arguments.h"
 #include "error.h"
 #include "python/interpreter.h"
+#include "recorded/ahead.h"
 #include "recorded/tape.h"
 #include "shim.h"
 #include "tensor/first_use.h"
@@ -21,9 +26,9 @@ thread_local Tape *open = nullptr;
 // As long as one exists, the operators of this thread come to record(), but for those inside of another.
 class Recording {
   public:
-    Recording() {
-        tape.begin();
-        open = &tape;
+    Recording(Tape *tape, Tape::Kind kind) {
+        tape->begin(kind);
+        open = tape;
         c10::impl::tls_set_dispatch_key_included(kPendingKey, true);
     }
     ~Recording() {
@@ -33,11 +38,9 @@ class Recording {
     static void end() { c10::impl::tls_set_dispatch_key_included(kPendingKey, false); }
     Recording(const Recording &) = delete;
     Recording &operator=(const Recording &) = delete;
-
-    static thread_local Tape tape;
 };
 
-thread_local Tape Recording::tape;
+thread_local Tape tape_here;
 
 // The lines run without the GIL, which some operators take.
 class GilGivenUp {
@@ -69,12 +72,13 @@ class NoCollection {
 
 thread_local Counts last = {};
 
-// False: this thread's error says why.
-bool play_now() {
-    if (open == nullptr || open->is_empty())
-        return true;
+// What can't be done before its gradients are there. False: this thread's error says why.
+bool play_for(const char *what) {
     const GilGivenUp given_up;
-    return answers([] { open->play(); });
+    return answers([what] {
+        open->meets(what);
+        open->play();
+    });
 }
 
 // PyGetSetDef
@@ -87,32 +91,66 @@ struct Attribute {
 };
 
 int (*set_data)(of_object *self, of_object *value, void *closure) = nullptr;
+int (*set_grad)(of_object *self, of_object *value, void *closure) = nullptr;
+of_object *(*get_grad)(of_object *self, void *closure) = nullptr;
 
 // Lines refer to tensors, and a tensor to the memory that it has then.
 int play_and_set_data(of_object *self, of_object *value, void *closure) {
-    if (play_now())
+    if (open == nullptr || play_for("sets .data"))
         return set_data(self, value, closure);
-    of_interpreter.raise(PythonError::type, of_error_message());
+    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
     return -1;
 }
 
-of_object *call_recorded(of_object *step, of_object *arguments, of_object *keywords) {
+int note_and_set_grad(of_object *self, of_object *value, void *closure) {
+    if (open == nullptr || answers([] { open->meets("sets .grad"); }))
+        return set_grad(self, value, closure);
+    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+    return -1;
+}
+
+// By parameter, what its .grad is in a step() that runs ahead of its gradients.
+thread_local const ska::flat_hash_map<const of_object *, of_object *> *instead = nullptr;
+
+of_object *get_grad_instead(of_object *self, void *closure) {
+    if (instead != nullptr) {
+        const auto found = instead->find(self);
+        if (found != instead->end()) {
+            of_interpreter.keep(found->second);
+            return found->second;
+        }
+    }
+    return get_grad(self, closure);
+}
+
+of_object *(*get_version)(of_object *self, void *closure) = nullptr;
+
+// Lines that have not run have counted nothing.
+of_object *note_and_get_version(of_object *self, void *closure) {
+    if (open == nullptr || answers([] { open->meets("reads ._version"); }))
+        return get_version(self, closure);
+    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+    return nullptr;
+}
+
+// finish: with what step() has recorded, without the GIL. is_done: step() has raised nothing.
+of_object *call_recorded(Tape *tape, Tape::Kind kind, of_object *step, of_object *arguments,
+                         of_object *keywords, const std::function<void(bool is_done)> &finish) {
     of_object *result = nullptr, *type = nullptr, *value = nullptr, *trace = nullptr;
     std::string failed;
     {
         const NoCollection paused;
-        Recording recording;
+        const Recording recording(tape, kind);
         note_stepping_thread();
         result = of_interpreter.call_with(step, arguments, keywords);
         of_interpreter.fetch(&type, &value, &trace);
         {
             const GilGivenUp given_up;
-            // Operators before an exception have run, as in stock.
-            if (!answers([&] { recording.tape.play(); }))
+            if (!answers([&] { finish(type == nullptr); }))
                 failed = of_error_message();
         }
-        last = recording.tape.counts;
-        Recording::tape.drop_garbage();
+        last = tape->counts;
+        tape->drop_garbage();
     }
     if (type == nullptr && !failed.empty()) {
         of_interpreter.drop(result);
@@ -124,16 +162,64 @@ of_object *call_recorded(of_object *step, of_object *arguments, of_object *keywo
     return result;
 }
 
+// Null: this thread's error says why. object: PyGetSetDescrObject, of Tensor.
+Attribute *attribute_at(void *object, const char *name, size_t head_bytes) {
+    Attribute *its; // behind the object's head, its class and two names
+    std::memcpy(&its, static_cast<char *>(object) + head_bytes + 3 * sizeof(void *), sizeof its);
+    if (std::strcmp(its->name, name) == 0 && its->get != nullptr)
+        return its;
+    of_set_error("Tensor.%s is changed in a way that optfuse does not know", name);
+    return nullptr;
+}
+
+Ahead *ahead_of(of_shim_plan *handle) {
+    Plan *const plan = plan_of(handle);
+    if (!plan->ahead)
+        plan->ahead = std::make_shared<Ahead>();
+    return plan->ahead.get();
+}
+
 } // namespace
 
 Tape *open_tape() { return open; }
 
 } // namespace optfuse::recorded
 
-of_object *of_shim_recorded_step(of_object *step, of_object *arguments, of_object *keywords) {
-    if (optfuse::recorded::open != nullptr) // another optimizer's step() has called this one
+of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_object *arguments,
+                                 of_object *keywords) {
+    using namespace optfuse::recorded;
+    if (open != nullptr) // another optimizer's step() has called this one
         return of_interpreter.call_with(step, arguments, keywords);
-    return optfuse::recorded::call_recorded(step, arguments, keywords);
+    Ahead *const ahead = handle == nullptr ? nullptr : ahead_of(handle);
+    if (ahead != nullptr)
+        ahead->begin_watched(*optfuse::plan_of(handle), &tape_here);
+    const auto kind = ahead == nullptr ? Tape::Kind::PLAIN : Tape::Kind::WATCHED;
+    // Operators before an exception have run, as in stock.
+    return call_recorded(&tape_here, kind, step, arguments, keywords, [&](bool) {
+        if (ahead != nullptr)
+            ahead->end_watched(*optfuse::plan_of(handle), tape_here);
+        tape_here.play();
+        if (ahead != nullptr)
+            ahead->look_for_kept(*optfuse::plan_of(handle));
+    });
+}
+
+of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *arguments,
+                              of_object *params, of_object *gradients) {
+    using namespace optfuse::recorded;
+    Ahead *const ahead = ahead_of(handle);
+    ska::flat_hash_map<const of_object *, of_object *> table;
+    for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
+        table[of_interpreter.list_item(params, i)] = of_interpreter.list_item(gradients, i);
+    const c10::AutoGradMode as_in_step(true);
+    instead = &table;
+    of_object *const result = call_recorded(
+        ahead->tape(), Tape::Kind::AHEAD, step, arguments, nullptr, [&](bool is_done) {
+            if (is_done)
+                ahead->end_step(*optfuse::plan_of(handle));
+        });
+    instead = nullptr;
+    return result;
 }
 
 bool of_shim_is_recording(void) {
@@ -142,24 +228,28 @@ bool of_shim_is_recording(void) {
 }
 
 int of_shim_play_recorded(bool ends) {
-    if (!optfuse::recorded::play_now())
+    using namespace optfuse::recorded;
+    if (open != nullptr && !open->is_empty() &&
+        !play_for("looks at numbers past PyTorch's operators"))
         return OF_REFUSED;
     if (ends && of_shim_is_recording())
-        optfuse::recorded::Recording::end();
+        Recording::end();
     return OF_OK;
 }
 
-int of_shim_watch_data(void *attribute, size_t head_bytes) {
-    using optfuse::recorded::Attribute;
-    Attribute *its; // behind the object's head, its class and two names
-    std::memcpy(&its, static_cast<char *>(attribute) + head_bytes + 3 * sizeof(void *), sizeof its);
-    if (std::strcmp(its->name, "data") != 0 || its->set == nullptr) {
-        of_set_error("Tensor.data is changed in a way that optfuse does not know");
+int of_shim_watch_attributes(void *data, void *grad, void *version, size_t head_bytes) {
+    using namespace optfuse::recorded;
+    Attribute *const of_data = attribute_at(data, "data", head_bytes);
+    Attribute *const of_grad = attribute_at(grad, "grad", head_bytes);
+    Attribute *const of_version = attribute_at(version, "_version", head_bytes);
+    if (of_data == nullptr || of_grad == nullptr || of_version == nullptr)
         return OF_REFUSED;
+    if (set_data == nullptr) {
+        set_data = std::exchange(of_data->set, play_and_set_data);
+        get_version = std::exchange(of_version->get, note_and_get_version);
+        set_grad = std::exchange(of_grad->set, note_and_set_grad);
+        get_grad = std::exchange(of_grad->get, get_grad_instead);
     }
-    if (optfuse::recorded::set_data == nullptr)
-        optfuse::recorded::set_data =
-            std::exchange(its->set, optfuse::recorded::play_and_set_data);
     return OF_OK;
 }
 
@@ -168,4 +258,48 @@ void of_shim_recorded_counts(int64_t counts[5]) {
     int64_t i = 0;
     for (const int64_t n : {last.lines, last.plays, last.at_once, last.groups, last.calls})
         counts[i++] = n;
+}
+
+namespace optfuse::recorded {
+namespace {
+
+// Stand-ins for the gradients of this pass; none if the pass must be left to step().
+std::vector<at::Tensor> begin_ahead(int64_t address) {
+    Plan &plan = plan_at(address);
+    Ahead *const ahead = ahead_of(handle_of(&plan));
+    return ahead->can_begin(plan) ? ahead->stand_ins(plan) : std::vector<at::Tensor>();
+}
+
+std::vector<int64_t> unexpected(int64_t address) {
+    const Plan &plan = plan_at(address);
+    const std::vector<size_t> found = plan.ahead->unexpected(plan);
+    return {found.begin(), found.end()};
+}
+
+void put_back(int64_t address, at::TensorList tensors) {
+    plan_at(address).ahead->put_back(tensors);
+}
+
+void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
+
+void leave_to_step(int64_t address, std::string why) {
+    plan_at(address).ahead->why = std::move(why);
+}
+
+std::string why_not_ahead(int64_t address) {
+    const Plan &plan = plan_at(address);
+    return plan.ahead ? plan.ahead->why : "";
+}
+
+} // namespace
+} // namespace optfuse::recorded
+
+TORCH_LIBRARY_FRAGMENT(optfuse, m) {
+    using namespace optfuse::recorded;
+    m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
+    m.def("unexpected(int plan) -> int[]", unexpected);
+    m.def("put_back(int plan, Tensor[] tensors) -> ()", put_back);
+    m.def("end_ahead(int plan) -> ()", end_ahead);
+    m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
+    m.def("why_not_ahead(int plan) -> str", why_not_ahead);
 }

@@ -3,9 +3,14 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorIterator.h>
+#include <ATen/ops/clone.h>
+#include <torch/csrc/autograd/graph_task.h>
 
+#include <atomic>
+#include <cstring>
 #include <utility>
 
+#include "error.h"
 #include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/schedule.h"
@@ -15,13 +20,40 @@ namespace optfuse::recorded {
 
 void forget_absent(void *) {}
 
+uintptr_t Tape::next_id() {
+    static std::atomic<uintptr_t> last{0};
+    return ++last;
+}
+
+void Tape::begin(Kind what) {
+    counts = {};
+    kind = what;
+    graph_task = torch::autograd::get_current_graph_task_id();
+    first_met.clear();
+}
+
+void Tape::meets(const std::string &what) {
+    if (kind == Kind::PLAIN)
+        return;
+    if (first_met.empty())
+        first_met = what;
+    if (kind == Kind::AHEAD)
+        fail("optfuse: this step() " + what +
+             ", which the steps before did not; backward fusion has called it before all gradients "
+             "are there. Nothing was updated; use optfuse.fuse(optimizer, mode=\"forward\")");
+}
+
+bool Tape::is_in_backward() const {
+    return torch::autograd::get_current_graph_task_id() != graph_task;
+}
+
 at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                         c10::Device device) {
     const size_t bytes =
         at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype));
     auto storage = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes,
-        c10::DataPtr(nullptr, this, forget_absent, device),
+        c10::DataPtr(nullptr, context(), forget_absent, device),
         device.is_cpu() ? c10::GetAllocator(c10::kCPU) : gpu_allocator(device), true);
     seal(storage.get());
     const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
@@ -43,7 +75,11 @@ void Tape::drop_garbage() {
 
 void Tape::begin_line(const std::optional<of_stream> &stream) {
     const Settings now;
-    if (lines.size() >= kMostLines || (!lines.empty() && !(now == settings)) ||
+    if (!lines.empty() && !(now == settings)) {
+        meets("changes settings such as the number of threads");
+        play();
+    }
+    if ((lines.size() >= kMostLines && kind == Kind::PLAIN) ||
         (stream && !streams.have_room_for(*stream) && OF_GUARD(recorded_stream)))
         play();
     if (garbage.size() >= kMostLines)
@@ -55,8 +91,12 @@ void Tape::begin_line(const std::optional<of_stream> &stream) {
 
 void Tape::seal_written(const at::Tensor &tensor, bool is_counted) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    if (is_counted)
+    if (is_counted && (!is_ahead() || is_absent(storage_of(impl))))
         impl->bump_version();
+    if (is_ahead()) {
+        written.insert(storage_of(impl));
+        return;
+    }
     if (is_sealed(storage_of(impl)))
         return;
     seal(storage_of(impl));
@@ -66,7 +106,7 @@ void Tape::seal_written(const at::Tensor &tensor, bool is_counted) {
 void Tape::seal_read(const at::Tensor &tensor) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(impl);
-    if (is_small(storage) || is_sealed(storage) || write_seal_flag(storage))
+    if (is_ahead() || is_small(storage) || is_sealed(storage) || write_seal_flag(storage))
         return;
     set_write_seal(storage, true);
     write_sealed.push_back(impl->unsafe_storage());
@@ -120,22 +160,85 @@ bool Tape::touches(const c10::StorageImpl *storage) {
     return touched.find(storage) != touched.end();
 }
 
+bool Tape::has_line_before_read(const c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    if (is_ahead())
+        return is_absent(storage) || written.find(storage) != written.end();
+    return is_sealed(storage) || write_seal_flag(storage);
+}
+
+// Lines that read a small tensor before the script writes to it have a copy.
+bool Tape::has_line_before_write(const c10::TensorImpl *impl) {
+    c10::StorageImpl *storage = storage_of(impl);
+    if (has_line_before_read(impl))
+        return true;
+    if (!touches(storage))
+        return false;
+    if (!is_ahead() || !is_small(storage))
+        return true;
+    copy_where_read(storage);
+    return false;
+}
+
+void Tape::copy_where_read(c10::StorageImpl *storage) {
+    const PlainMode plain;
+    const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
+    const auto is_its = [storage](const c10::IValue &value) {
+        return value.isTensor() && value.toTensor().defined() &&
+               storage_of(value.toTensor().unsafeGetTensorImpl()) == storage;
+    };
+    for (c10::IValue &value : values) {
+        if (is_its(value)) {
+            value = value.toTensor().clone();
+        } else if (value.isTensorList()) {
+            c10::List<at::Tensor> list = value.toTensorList();
+            for (size_t i = 0; i < list.size(); i++)
+                if (is_its(list.get(i)))
+                    list.set(i, list.get(i).clone());
+        }
+    }
+    touched.erase(storage);
+}
+
+void Tape::is_written_at_once(const at::Tensor &tensor, const std::string &op) {
+    if (kind == Kind::PLAIN || !tensor.has_storage())
+        return;
+    c10::StorageImpl *storage = storage_of(tensor.unsafeGetTensorImpl());
+    if (!is_small(storage) || is_param(storage) || !tensor.is_cpu()) {
+        meets("writes by an operator that runs at once (" + op + ")");
+    } else if (is_ahead()) {
+        Undo before{tensor.unsafeGetTensorImpl()->unsafe_storage(), {}};
+        std::memcpy(before.bytes, address(storage), storage->nbytes());
+        undo.push_back(std::move(before));
+    }
+}
+
+void Tape::take_lines(std::vector<Line> *its_lines, std::vector<c10::IValue> *its_values,
+                      Settings *its_settings) {
+    *its_lines = std::exchange(lines, {});
+    *its_values = std::exchange(values, {});
+    *its_settings = settings;
+    touched.clear();
+    n_touched = 0;
+    written.clear();
+}
+
 void Tape::play() {
     if (lines.empty())
         return;
     counts.plays++;
-    std::vector<Line> now = std::exchange(lines, {});
-    std::vector<c10::IValue> its = std::exchange(values, {});
     const Streams its_streams = std::exchange(streams, {});
-    touched.clear();
-    n_touched = 0;
+    std::vector<Line> now;
+    std::vector<c10::IValue> its;
+    Settings when;
+    take_lines(&now, &its, &when);
     for (const c10::Storage &storage : std::exchange(sealed, {}))
         unseal(storage.unsafeGetStorageImpl());
     for (const c10::Storage &storage : std::exchange(write_sealed, {}))
         set_write_seal(storage.unsafeGetStorageImpl(), false);
     // Versions were counted when the lines were written.
     const PlainMode plain;
-    const WithSettings as_called(settings);
+    const WithSettings as_called(when);
     const WithStreams where_called(its_streams);
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
     run_lines(now, its, &counts);

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "compat.h"
@@ -31,9 +32,26 @@ struct Counts {
     int64_t lines, plays, at_once, groups, calls;
 };
 
+// A small tensor that an operator has written at once, as it was before.
+struct Undo {
+    c10::Storage storage;
+    char bytes[8];
+};
+
 class Tape {
   public:
-    void begin() { counts = {}; } // one more step() of this thread
+    // WATCHED: it is found out whether this step() could run before its gradients are there (ahead.h).
+    // AHEAD: it does. Then no line runs, and none touches a tensor: those that there are have
+    // neither seal nor another version.
+    enum class Kind { PLAIN, WATCHED, AHEAD };
+
+    void begin(Kind what = Kind::PLAIN); // one more step() of this thread
+    bool is_ahead() const { return kind == Kind::AHEAD; }
+    bool is_watched() const { return kind != Kind::PLAIN; }
+    // step() does what can't be done before its gradients are there. Raises where they are not.
+    void meets(const std::string &what);
+    // What it was first, or nothing.
+    const std::string &met() const { return first_met; }
     bool is_empty() const { return lines.empty(); }
     // Takes n arguments from the end of the stack, and the results' place there. The values that a
     // line writes count as changed from here on, and have other versions where stock counts them.
@@ -45,20 +63,41 @@ class Tape {
     void begin_line(const std::optional<of_stream> &stream);
     // Whether a line reads or writes this storage.
     bool touches(const c10::StorageImpl *storage);
+    // Whether it has to run before somebody reads the storage, or writes to it.
+    bool has_line_before_read(const c10::TensorImpl *impl);
+    bool has_line_before_write(const c10::TensorImpl *impl);
+    // Parameters that wait for their gradients, whatever their size.
+    ska::flat_hash_set<const c10::StorageImpl *> params;
+    bool is_param(const c10::StorageImpl *storage) const {
+        return params.find(storage) != params.end();
+    }
+    // An operator that runs at once is about to write to this tensor.
+    void is_written_at_once(const at::Tensor &tensor, const std::string &op);
     // Runs the lines. An exception leaves the rest undone, as it would have in step().
     void play();
     // A tensor without numbers.
     at::Tensor absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                       c10::Device device);
+    // What the deleter of memory that its lines make has: no other tape ever has the same.
+    void *context() const { return reinterpret_cast<void *>(id); }
+    // Gives them away: the tape is empty.
+    void take_lines(std::vector<Line> *its_lines, std::vector<c10::IValue> *its_values,
+                    Settings *its_settings);
+    const std::vector<Line> &lines_now() const { return lines; }
+    const std::vector<c10::IValue> &values_now() const { return values; }
+    std::vector<Undo> undo;
     Counts counts = {};
     // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
     // whoever has that clears them.
     std::vector<c10::IValue> garbage;
     void drop_garbage(); // takes it
+    // Whether operators are those of a backward pass that step() has begun.
+    bool is_in_backward() const;
 
   private:
     void seal_written(const at::Tensor &tensor, bool is_counted);
     void seal_read(const at::Tensor &tensor);
+    void copy_where_read(c10::StorageImpl *storage);
     uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
 
     Settings settings; // of all lines
@@ -68,6 +107,13 @@ class Tape {
     std::vector<c10::Storage> sealed, write_sealed;
     ska::flat_hash_set<const c10::StorageImpl *> touched; // of the first n_touched values
     size_t n_touched = 0;
+    ska::flat_hash_set<const c10::StorageImpl *> written; // AHEAD: by lines
+    Kind kind = Kind::PLAIN;
+    int64_t graph_task = -1; // in which step() was called
+    std::string first_met;
+    const uintptr_t id = next_id();
+
+    static uintptr_t next_id();
 };
 
 // Somebody may have this storage's address: no line refers to it from here on, on any thread.
@@ -77,7 +123,7 @@ bool is_shown(const c10::StorageImpl *storage);
 // That of this thread's step(), or null.
 Tape *open_tape();
 
-// The deleter of memory that a line will make; its context is the tape.
+// The deleter of memory that a line will make; its context is the tape's.
 void forget_absent(void *);
 
 inline bool is_absent(const c10::StorageImpl *storage) {
@@ -85,7 +131,8 @@ inline bool is_absent(const c10::StorageImpl *storage) {
 }
 // Whether the tensor's numbers are absent, on the tape of another thread.
 inline bool is_absent_elsewhere(const c10::StorageImpl *storage) {
-    return is_absent(storage) && data_ptr_of(storage).get_context() != open_tape();
+    return is_absent(storage) && (open_tape() == nullptr || data_ptr_of(storage).get_context() !=
+                                                                open_tape()->context());
 }
 
 // Calls work(tensor) for each defined tensor among the values, until it returns false.

@@ -24,7 +24,7 @@ _IN_C = {
     Tensor: ("data_ptr", "const_data_ptr", "apply_", "map_", "map2_"),
     torch._C: ("_data_address", "_is_cow_tensor"),
 }
-_DATA = torch._C.TensorBase.data
+_IN_A_STEP = torch._C.TensorBase.data, torch._C.TensorBase.grad, torch._C.TensorBase._version
 _EXPORTS = ("_to_dlpack", "_to_dlpack_versioned")  # of torch._C
 #: torch.compile asks for storages to tell aliases apart, and reads none.
 _ALIASES = "torch._subclasses.meta_utils"
@@ -54,7 +54,8 @@ def watch_recorded() -> None:
     global _recorded
     if _recorded:
         return
-    if lib_with_gil.of_shim_watch_data(_DATA, object.__basicsize__) != OK:
+    watch = lib_with_gil.of_shim_watch_attributes
+    if watch(*_IN_A_STEP, object.__basicsize__) != OK:
         raise Error(f"optfuse: {message()}")
     for owner, names in _ORDERS:
         for name in names:

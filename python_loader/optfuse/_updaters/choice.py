@@ -10,6 +10,7 @@ from optfuse._rules import RULES, Rule
 from optfuse._traced.rule import TracedRule
 from optfuse._updaters.kernels import Kernels
 from optfuse._updaters.own_step import OwnStep
+from optfuse._updaters.recorded import Recorded, RecordedRule
 from optfuse._updaters.traced import Traced
 from optfuse._updaters.updater import Updater
 
@@ -22,6 +23,8 @@ def updater_of(stock: type[Optimizer]) -> type[Updater]:
 
 
 def updater_class(rule: Rule) -> type[Updater]:
+    if isinstance(rule, RecordedRule):
+        return Recorded
     if isinstance(rule, TracedRule):
         return Traced
     return OwnStep if rule.external else Kernels

@@ -28,7 +28,6 @@ from optfuse._own_step import hand_set_scale
 from optfuse._own_step.register import INDEPENDENT, check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.tried import Tried
-from optfuse._own_step.twin import step_of
 from optfuse._own_step.untouched import says_what_ran
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group
@@ -319,7 +318,7 @@ class Ledger:
             return True
         if not in_backward:
             self._leave(optimizer)
-            step_of(self._stock)(optimizer)
+            self.updater.take_step(optimizer)
             lib.of_shim_restart_count(self.plan)
         return False
 

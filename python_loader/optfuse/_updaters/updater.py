@@ -13,6 +13,7 @@ from optfuse._library.bindings import BACKWARD, lib
 from optfuse._options import Options
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
+from optfuse._own_step.twin import step_of
 from optfuse._rules import Rule
 from optfuse._traced.updates import Traced
 from optfuse._trials.rule_choice import FuseBy, rule_of
@@ -150,6 +151,10 @@ class Updater:
         complete gradient of a backward pass. same_state: the library knows it. False: no updates
         can be made, and the class's own step() must take this step."""
         return True
+
+    def take_step(self, optimizer: Optimizer) -> None:
+        """begin() has said that the class's own step() must."""
+        step_of(self._stock)(optimizer)
 
     def prepare(self, optimizer: Optimizer, same_groups: bool) -> bool:
         """Comes after it. Whether the next step needs it, too, whatever the options are."""

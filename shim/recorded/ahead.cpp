@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "recorded/ahead.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "autograd/consumed.h"
+#include "error.h"
+#include "plan.h"
+#include "recorded/owners.h"
+#include "recorded/schedule.h"
+#include "tensor/plain_mode.h"
+
+namespace optfuse::recorded {
+namespace {
+
+Gradient gradient_like(const at::Tensor &tensor) {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    return {true,
+            {sizes.begin(), sizes.end()},
+            {strides.begin(), strides.end()},
+            tensor.scalar_type()};
+}
+
+bool is_plain(const at::Tensor &gradient) {
+    const c10::TensorImpl *impl = gradient.unsafeGetTensorImpl();
+    return gradient.layout() == at::kStrided && impl->has_storage() && gradient.is_cpu() &&
+           !impl->is_python_dispatch() && impl->is_non_overlapping_and_dense();
+}
+
+// A gradient that an update has used up is none.
+bool has_gradient(const Slot &slot) {
+    const at::Tensor &gradient = slot.param->grad();
+    return gradient.defined() && !is_consumed(gradient.unsafeGetTensorImpl());
+}
+
+// Whether the pass that runs here brings a gradient to the parameter.
+bool gets_gradient(const Slot &slot) {
+    const auto *meta = static_cast<torch::autograd::AutogradMeta *>(slot.param->autograd_meta());
+    const auto node = meta == nullptr ? nullptr : meta->grad_accumulator_.lock();
+    const auto *nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (node == nullptr || nodes == nullptr || nodes->count(node.get()) == 0)
+        return false;
+    const auto *needed = torch::autograd::get_current_graph_task_exec_info();
+    if (needed == nullptr || needed->empty())
+        return true;
+    const auto found = needed->find(node.get());
+    return found != needed->end() && found->second.should_execute();
+}
+
+std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts) {
+    std::vector<Anchor> anchors;
+    for (const Slot *slot : plan.slots) {
+        anchors.push_back({storage_of(slot->param), slot->index});
+        const at::Tensor &gradient =
+            parts == nullptr ? slot->param->grad() : (*parts)[slot->index].stand_in;
+        if (gradient.defined() && gradient.has_storage())
+            anchors.push_back({storage_of(gradient.unsafeGetTensorImpl()), slot->index});
+    }
+    return anchors;
+}
+
+void know_params(const Plan &plan, Tape *tape) {
+    tape->params.clear();
+    for (const Slot *slot : plan.slots)
+        tape->params.insert(storage_of(slot->param));
+}
+
+using Uses = ska::flat_hash_map<c10::TensorImpl *, size_t>;
+
+Uses uses_in(const std::vector<c10::IValue> &values) {
+    Uses uses;
+    each_tensor(values.data(), values.size(), [&uses](const at::Tensor &tensor) {
+        uses[tensor.unsafeGetTensorImpl()]++;
+        return true;
+    });
+    return uses;
+}
+
+// How many tensors but `its` use its memory; or kHeld, if somebody but those values holds one of them.
+constexpr size_t kHeld = SIZE_MAX;
+
+size_t aliases_of(const c10::TensorImpl *its, const Uses &uses) {
+    size_t n_aliases = 0;
+    for (const auto &[impl, n] : uses) {
+        if (impl == its || !impl->has_storage() || storage_of(impl) != storage_of(its))
+            continue;
+        n_aliases++;
+        if (c10::raw::intrusive_ptr::use_count(impl) != n + idle_references(*impl))
+            return kHeld;
+    }
+    return n_aliases;
+}
+
+// Whether somebody has an alias of the gradient behind step(). (The loader asks for the gradient itself.)
+bool is_kept(const at::Tensor &gradient, const Uses &uses) {
+    const size_t known = aliases_of(gradient.unsafeGetTensorImpl(), uses);
+    const c10::Storage &storage = gradient.storage();
+    return known == kHeld ||
+           storage.use_count() > 1 + known + idle_references(*storage.unsafeGetStorageImpl());
+}
+
+constexpr const char *kKeeps = "keeps a gradient";
+
+// The versions count what the lines of a part write.
+void count_versions(const Part &part) {
+    for (const Line &line : part.lines)
+        for (size_t i = 0; i < line.known->n; i++)
+            if (line.known->writes[i])
+                each_tensor(part.values[line.first + i], [](const at::Tensor &tensor) {
+                    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+                    if (!is_absent(storage_of(impl)) && impl->version_counter().enabled())
+                        impl->bump_version();
+                    return true;
+                });
+}
+
+} // namespace
+
+void Ahead::begin_watched(const Plan &plan, Tape *its) {
+    know_params(plan, its);
+    gradients.assign(plan.slots.size(), {});
+    why.clear();
+    is_known = true;
+    for (const Slot *slot : plan.slots) {
+        const at::Tensor &gradient = slot->param->grad();
+        if (!slot->wrappers.empty())
+            why = "has DTensors";
+        if (!gradient.defined())
+            continue;
+        if (is_plain(gradient))
+            gradients[slot->index] = gradient_like(gradient);
+        else
+            why = "has gradients that are not dense ones on the CPU";
+    }
+}
+
+void Ahead::end_watched(const Plan &plan, const Tape &its) {
+    if (why.empty())
+        why = its.met();
+    if (why.empty() && its.counts.plays == 0)
+        why = share_out(its.lines_now(), its.values_now(), anchors_of(plan, nullptr), nullptr);
+}
+
+void Ahead::look_for_kept(const Plan &plan) {
+    for (const Slot *slot : plan.slots)
+        if (why.empty() && slot->param->grad().defined() && is_kept(slot->param->grad(), {}))
+            why = kKeeps;
+}
+
+bool Ahead::can_begin(const Plan &plan) const {
+    if (has_begun() || !is_known || !why.empty() || gradients.size() != plan.slots.size() ||
+        open_tape() != nullptr)
+        return false;
+    bool any = false;
+    for (const Slot *slot : plan.slots) {
+        const bool is_expected = gradients[slot->index].is_there;
+        any |= is_expected;
+        if (!plan.reduces && is_expected != (has_gradient(*slot) || gets_gradient(*slot)))
+            return false;
+    }
+    return any;
+}
+
+std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
+    its_tape = std::make_unique<Tape>();
+    know_params(plan, its_tape.get());
+    parts = std::vector<Part>(plan.slots.size());
+    std::vector<at::Tensor> made(parts.size());
+    for (size_t i = 0; i < parts.size(); i++)
+        if (const Gradient &of = gradients[i]; of.is_there)
+            made[i] = parts[i].stand_in =
+                its_tape->absent(of.sizes, of.strides, of.dtype, at::kCPU);
+    return made;
+}
+
+void Ahead::end_step(const Plan &plan) {
+    std::vector<Line> lines;
+    std::vector<c10::IValue> values;
+    const std::vector<Anchor> anchors = anchors_of(plan, &parts);
+    its_tape->take_lines(&lines, &values, &settings);
+    const std::string reason = share_out(lines, values, anchors, &parts);
+    lines.clear();
+    values.clear();
+    if (!reason.empty())
+        its_tape->meets(reason);
+    for (const Part &part : parts)
+        if (part.stand_in.defined() && is_kept(part.stand_in, uses_in(part.values)))
+            its_tape->meets(kKeeps);
+}
+
+bool Ahead::owns(size_t slot) const {
+    return has_begun() && slot < parts.size() && parts[slot].stand_in.defined();
+}
+
+bool Ahead::knows_all_users(const Slot &slot) const {
+    const Uses uses = uses_in(parts[slot.index].values);
+    const size_t aliases = aliases_of(slot.param, uses);
+    constexpr size_t kOwn = 2; // the entry's and the slot's
+    const auto is_shared = [&uses](const at::Tensor &state) {
+        const auto found = uses.find(state.unsafeGetTensorImpl());
+        return state.use_count() > kOwn + (found == uses.end() ? 0 : found->second);
+    };
+    return aliases != kHeld &&
+           is_private(storage_of(slot.param), slot.aliases.size() + aliases) &&
+           std::none_of(slot.own.begin(), slot.own.end(), is_shared);
+}
+
+void Ahead::run(size_t slot, const at::Tensor &gradient) {
+    Part &part = parts[slot];
+    if (part.has_run)
+        fail("it has been made already, which is an error of optfuse");
+    if (!is_plain(gradient) || !(gradient_like(gradient) == gradients[slot]))
+        fail("its gradient has other strides or another dtype than in the step before, by which "
+             "step() has gone already; use optfuse.fuse(optimizer, mode=\"forward\")");
+    c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();
+    c10::StorageImpl *storage = storage_of(impl);
+    part.has_run = true;
+    count_versions(part);
+    // The gradient's memory for as long as the lines run, and nobody's.
+    storage->set_data_ptr_noswap(
+        c10::DataPtr(data_of(gradient.unsafeGetTensorImpl()), storage->device()));
+    unseal(storage);
+    Counts counts = {};
+    const bool done = answers([&] {
+        const PlainMode plain;
+        const WithSettings as_called(settings);
+        run_lines(part.lines, part.values, &counts);
+    });
+    storage->set_data_ptr_noswap(
+        c10::DataPtr(nullptr, its_tape->context(), forget_absent, storage->device()));
+    seal(storage);
+    for (c10::IValue &value : part.values)
+        garbage.push_back(std::move(value));
+    part.lines.clear();
+    part.values.clear();
+    if (!done)
+        fail(std::string("optfuse: ") + of_error_message());
+}
+
+std::vector<size_t> Ahead::unexpected(const Plan &plan) const {
+    std::vector<size_t> found;
+    for (const Slot *slot : plan.slots) {
+        const size_t i = slot->index;
+        const bool is_seen = owns(i);
+        if (is_seen ? !parts[i].has_run && !has_gradient(*slot) : has_gradient(*slot))
+            found.push_back(i);
+    }
+    return found;
+}
+
+void Ahead::put_back(at::TensorList tensors) {
+    auto &undo = its_tape->undo;
+    for (auto one = undo.rbegin(); one != undo.rend(); ++one)
+        for (const at::Tensor &tensor : tensors)
+            if (storage_of(tensor.unsafeGetTensorImpl()) == one->storage.unsafeGetStorageImpl())
+                std::memcpy(address(one->storage.unsafeGetStorageImpl()), one->bytes,
+                            one->storage.nbytes());
+}
+
+void Ahead::end() {
+    parts.clear();
+    garbage.clear();
+    its_tape.reset();
+}
+
+} // namespace optfuse::recorded
