@@ -318,6 +318,11 @@ def test_classes_that_are_traced_and_that_are_not(make):
     legal(of_a_model(make), prove=False, recorded=True)
 
 
+@pytest.mark.parametrize("name", ["Elementwise", "Lists", "Norms", "Capturable"])
+def test_backward_mode_leaves_them_to_step(name):
+    legal(of_a_model(CLASSES[name]), "backward", prove=False, recorded=True)
+
+
 # Programs
 
 

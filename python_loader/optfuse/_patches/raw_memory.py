@@ -59,7 +59,8 @@ def watch_recorded() -> None:
         raise Error(f"optfuse: {message()}")
     for owner, names in _ORDERS:
         for name in names:
-            call_first(owner, name, _play_first)
+            if not isinstance(owner, type) or name in vars(owner):  # and no base class's
+                call_first(owner, name, _play_first)
     _recorded = True
 
 
