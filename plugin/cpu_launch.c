@@ -152,18 +152,65 @@ void of_cpu_launch(of_plan *plan, of_list *list) {
         of_run_stores(plan, chunks, run_region, list->first);
 }
 
-static const of_kind part_kind = {.index = OF_UPDATES, .run = of_run_kernel};
+/* Programs that run side by side: all their chunks are one flat space. */
+typedef struct of_parts {
+    const of_plan *plan;
+    const of_part *parts;
+    size_t n;
+    unsigned floating; /* of the thread that runs them */
+} of_parts;
 
-of_status of_plan_run_program(of_plan *plan, const of_inputs *in) {
-    if (!plan->rule->runs_programs || !in->program || in->program->by_host || in->device != OF_CPU)
-        return of_fail(OF_INVALID, "this plan can't run this program");
-    of_update update = {.plan = plan, .kind = &part_kind, .in = *in, .floating = of_floating_now()};
-    update.kernel = plan->kernels[in->dtype];
-    update.n_chunks = (in->numel + CHUNK_ELEMENTS - 1) >> CHUNK_SHIFT;
-    memcpy(update.scalars, &in->program, sizeof in->program);
-    if (is_serial(in->numel, in->numel))
-        run_chunks(&(of_region){&update, 0, false}, 0, update.n_chunks);
+static int64_t chunks_of(const of_part *part) {
+    return (part->numel + CHUNK_ELEMENTS - 1) >> CHUNK_SHIFT;
+}
+
+/* Chunks [from, to) of one. */
+static void run_program(const of_plan *plan, const of_part *part, int64_t from, int64_t to) {
+    const size_t numel = (size_t)part->numel;
+    const size_t begin = (size_t)from << CHUNK_SHIFT, end = (size_t)to << CHUNK_SHIFT;
+    const size_t offset = begin * of_dtype_size(part->dtype);
+    of_span span = {.param = advance(part->memory[OF_REGISTER_PARAM], offset),
+                    .grad = advance(part->memory[OF_REGISTER_GRAD], offset),
+                    .n = (end < numel ? end : numel) - begin};
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        span.state[i] = advance(part->memory[OF_REGISTER_STATE + i], offset);
+    if (end >= numel)
+        span.tail = of_tail(plan->rule, plan->reference, part->dtype, plan->vector_bytes, numel);
+    span.square_roots = plan->host.square_roots[part->dtype == OF_FLOAT64];
+    plan->kernels[part->dtype]->run(&span, &part->program);
+}
+
+static void run_parts(void *arg, int64_t begin, int64_t end) {
+    const of_parts *all = arg;
+    const unsigned outside = of_floating_now();
+    if (all->floating != outside)
+        of_floating_set(all->floating);
+    int64_t first = 0;
+    for (const of_part *part = all->parts; part < all->parts + all->n && first < end; part++) {
+        const int64_t chunks = chunks_of(part);
+        const int64_t from = begin > first ? begin - first : 0;
+        const int64_t to = end - first < chunks ? end - first : chunks;
+        if (from < to)
+            run_program(all->plan, part, from, to);
+        first += chunks;
+    }
+    if (all->floating != outside)
+        of_floating_set(outside);
+}
+
+of_status of_plan_run_programs(of_plan *plan, const of_part *parts, size_t n) {
+    of_parts all = {plan, parts, n, of_floating_now()};
+    int64_t chunks = 0, elements = 0, largest = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (!plan->rule->runs_programs || !parts[i].program || parts[i].program->by_host)
+            return of_fail(OF_INVALID, "this plan can't run this program");
+        chunks += chunks_of(&parts[i]);
+        elements += parts[i].numel;
+        largest = parts[i].numel > largest ? parts[i].numel : largest;
+    }
+    if (is_serial(elements, largest))
+        run_parts(&all, 0, chunks);
     else
-        run_region(&update, 0, update.n_chunks, false);
+        plan->host.parallel_for(plan->host.ctx, chunks, run_parts, &all);
     return OF_OK;
 }

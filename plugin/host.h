@@ -94,6 +94,14 @@ typedef struct of_inputs {
                          of its own here, or puts another pointer */
 } of_inputs;
 
+/* A program over memory on the CPU. */
+typedef struct of_part {
+    void *memory[OF_REGISTER_TEMPORARY]; /* of each register; NULL for those that it does not use */
+    int64_t numel;                       /* of each, in the same order */
+    of_dtype dtype;
+    const of_program *program;
+} of_part;
+
 /* Optional: without it there is no backward mode. */
 typedef struct of_backward_host {
     uint32_t struct_size; /* sizeof(of_backward_host) of the host's build */
@@ -160,7 +168,7 @@ typedef struct of_external_host {
     uint32_t struct_size; /* sizeof(of_external_host) of the host's build */
     /* Does the update; on a device other than the CPU on in->stream. hyper: the rule's, as
      * they were when the update was created; none of a program. False after of_set_error(): it
-     * failed. The one function that may call back: of_plan_run_program(). */
+     * failed. The one function that may call back: of_plan_run_programs(). */
     bool (*apply)(void *ctx, of_inputs *in, const double *hyper);
 } of_external_host;
 

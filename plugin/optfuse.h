@@ -197,11 +197,10 @@ OF_API of_status of_flush_all(void);
  * if they can't be waited for: then everything stays in flight. */
 OF_API of_status of_plan_drain(of_plan *plan);
 
-/* From of_external_host.apply() only, of an update whose program is by_host: runs a part of it by
- * the kernel of its dtype. in: param, grad and state are what the part's registers are in memory,
- * NULL for those that it does not use, each of numel elements in the same order; program; and
- * device, the CPU. OF_INVALID for another plan or device. */
-OF_API of_status of_plan_run_program(of_plan *plan, const of_inputs *in);
+/* Runs n programs on the CPU by the kernels of their dtypes, side by side: none may use what another
+ * one writes. A host may call it from of_external_host.apply(), of an update whose program is
+ * by_host. OF_INVALID for another plan. */
+OF_API of_status of_plan_run_programs(of_plan *plan, const of_part *parts, size_t n);
 
 /* Multiplies the gradient of a slot by a factor, rounding to its
  * dtype: at its first use, and in the updates created until then as they read

@@ -225,17 +225,16 @@ void Ahead::run(size_t slot, const at::Tensor &gradient) {
     storage->set_data_ptr_noswap(
         c10::DataPtr(data_of(gradient.unsafeGetTensorImpl()), storage->device()));
     unseal(storage);
-    Counts counts = {};
     const bool done = answers([&] {
         const PlainMode plain;
         const WithSettings as_called(settings);
-        run_lines(part.lines, part.values, &counts);
+        run_lines(part.lines, part.values, its_tape.get());
     });
     storage->set_data_ptr_noswap(
         c10::DataPtr(nullptr, its_tape->context(), forget_absent, storage->device()));
     seal(storage);
     for (c10::IValue &value : part.values)
-        garbage.push_back(std::move(value));
+        its_tape->drop_later(std::move(value));
     part.lines.clear();
     part.values.clear();
     if (!done)
@@ -264,7 +263,6 @@ void Ahead::put_back(at::TensorList tensors) {
 
 void Ahead::end() {
     parts.clear();
-    garbage.clear();
     its_tape.reset();
 }
 

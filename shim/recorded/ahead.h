@@ -81,7 +81,6 @@ class Ahead {
     std::unique_ptr<Tape> its_tape;
     std::vector<Part> parts;
     Settings settings;
-    std::vector<c10::IValue> garbage;
 };
 
 } // namespace optfuse::recorded

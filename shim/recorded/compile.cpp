@@ -4,14 +4,12 @@
 #include "recorded/compile.h"
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <set>
 #include <utility>
 
 #include "cuda/table.h"
 #include "error.h"
-#include "guard.h"
 #include "recorded/programs.h"
 
 namespace optfuse::recorded {
@@ -45,7 +43,8 @@ class Compiler {
              const Numbered &tensors, std::set<uint32_t> &of_bytes)
         : lines(the_lines), values(its), numbered(tensors), uses(tensors.entries.size()),
           group_of(tensors.entries.size(), kNobody), readers(tensors.n_storages),
-          overlaps(tensors.n_storages), units_left(the_lines.size()), in_bytes(of_bytes) {
+          overlaps(tensors.n_storages), units_left(the_lines.size()),
+          written_in(tensors.entries.size()), used_in(tensors.entries.size()), in_bytes(of_bytes) {
         find_overlaps();
         for (uint32_t i = 0; i < lines.size(); i++)
             put_units(i);
@@ -61,7 +60,7 @@ class Compiler {
         if (in_bytes.size() != known)
             return {};
         put_steps();
-        made.words = numbered.words;
+        made.words = numbered.words().vec();
         return std::move(made);
     }
 
@@ -227,7 +226,8 @@ class Compiler {
     }
 
     static bool is_same_code(const Group &a, const Group &b) {
-        return std::equal(a.code.begin(), a.code.end(), b.code.begin(), b.code.end(),
+        return a.patches == b.patches &&
+               std::equal(a.code.begin(), a.code.end(), b.code.begin(), b.code.end(),
                           [](const of_instruction &x, const of_instruction &y) {
                               return x.operation == y.operation && x.to == y.to && x.a == y.a &&
                                      x.b == y.b && x.c == y.c;
@@ -243,32 +243,50 @@ class Compiler {
                 if (--units_left[units[u].line] == 0)
                     step.done.push_back(units[u].line);
             if (one.group) {
-                const Group *before = made.steps.empty() || !made.steps.back().is_group
-                                          ? nullptr
-                                          : &made.groups.back();
-                const bool is_like = before != nullptr && is_same_code(*one.group, *before);
-                one.group->is_as_before = is_like && one.group->patches == before->patches;
-                if (one.group->device != c10::kCPU)
-                    put_in_launch(&*one.group, is_like ? before : nullptr);
+                one.group->is_as_before = !made.steps.empty() && made.steps.back().is_group &&
+                                          is_same_code(*one.group, made.groups.back());
+                if (!one.group->is_as_before)
+                    made.instructions += one.group->code.size();
+                one.group->waits = !joins_batch(one);
                 step.number = static_cast<uint32_t>(made.groups.size());
                 made.groups.push_back(std::move(*one.group));
+            } else {
+                batch++;
             }
             made.steps.push_back(std::move(step));
         }
+        count_bytes();
     }
 
-    // It joins the launch of the group before, if that may be, else it begins one.
-    void put_in_launch(Group *group, const Group *like) {
-        group->joins = like != nullptr && like->device == group->device && like->dtype == group->dtype;
-        for (size_t i = 0; i < group->memory.size(); i++) {
-            const auto other = in_launch.find(group->memory[i]);
-            group->joins &= other == in_launch.end() || !(other->second || group->writes >> i & 1);
-        }
-        group->joins |= like != nullptr && !OF_GUARD(recorded_launch);
-        if (!group->joins)
-            in_launch.clear();
-        for (size_t i = 0; i < group->memory.size(); i++)
-            in_launch[group->memory[i]] |= (group->writes >> i & 1) != 0;
+    // Whether it may run beside the groups since the last operator, or since the last that waits.
+    bool joins_batch(const Planned &one) {
+        const auto each = [&](const auto &work) {
+            for (const uint32_t u : one.units)
+                each_of(units[u], work);
+        };
+        bool is_apart = true;
+        each([&](uint32_t number, bool is_written) {
+            is_apart &= written_in[number] != batch && (!is_written || used_in[number] != batch);
+        });
+        batch += is_apart ? 0 : 1;
+        each([&](uint32_t number, bool is_written) {
+            used_in[number] = batch;
+            if (is_written)
+                written_in[number] = batch;
+        });
+        return is_apart;
+    }
+
+    // What is made ends with the last of the lines that have it.
+    void count_bytes() {
+        std::vector<bool> is_counted(numbered.entries.size());
+        for (auto step = made.steps.rbegin(); step != made.steps.rend(); ++step)
+            for (const uint32_t done : step->done)
+                each_of({done, {}}, [&](uint32_t number, bool) {
+                    if (entry(number).is_absent && !is_counted[number])
+                        step->frees += entry(number).storage->nbytes();
+                    is_counted[number] = true;
+                });
     }
 
     // Its units as one program, or as several where there are too few registers.
@@ -405,7 +423,8 @@ class Compiler {
     std::vector<std::vector<uint32_t>> readers; // by storage: groups that take a number from it
     std::vector<bool> overlaps;                 // by storage
     std::vector<uint32_t> units_left;           // by line
-    std::map<uint32_t, bool> in_launch;         // tensors of the last one; whether it writes them
+    std::vector<uint32_t> written_in, used_in;  // by tensor: the last batch
+    uint32_t batch = 1;                         // groups that run side by side
     std::set<uint32_t> &in_bytes;               // tensors of booleans that have memory
     std::vector<OpenGroup> open;
     std::vector<Planned> planned;

@@ -28,19 +28,21 @@ struct Group {
     of_dtype dtype;
     c10::Device device = c10::kCPU;
     bool is_as_before = false; // code and numbers are those of the group that runs before it
-    bool joins = false; // on a GPU: and it may run at the same time, if code and numbers are the same
+    bool waits = false;        // it uses what groups before it write, or writes what they use
 };
 
 struct Step {
     bool is_group;
     uint32_t number;            // of a group, or a line that runs as PyTorch's operator
     std::vector<uint32_t> done; // lines all of which has run then
+    size_t frees = 0;           // bytes that the step has made, and those lines have used last
 };
 
 struct Schedule {
     std::vector<uint64_t> words;
     std::vector<Group> groups;
     std::vector<Step> steps;
+    size_t instructions = 0; // of all groups that are not as before
 };
 
 Schedule compile(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,

@@ -82,9 +82,10 @@ struct Alike {
 using Results = std::optional<std::vector<c10::IValue>>;
 
 Results of_one(Tape *tape, const Known &k, const c10::IValue *args) {
-    Alike alike;
-    if (k.name == "fill" && args[1].isTensor() && args[1].toTensor().dim() != 0) // which raises
+    if (k.fills && args[1].isTensor() && args[1].toTensor().dim() != 0) // which raises
         return {};
+    Alike alike;
+    const c10::TensorImpl *operand = nullptr; // of the results' form
     for (size_t i = 0; i < k.n; i++) {
         const c10::IValue &v = args[i];
         const bool may_be = v.isTensor()   ? alike.put(v.toTensor())
@@ -93,11 +94,13 @@ Results of_one(Tape *tape, const Known &k, const c10::IValue *args) {
                                            : k.number[i] && alike.largest.put(v);
         if (!may_be)
             return {};
+        if (!k.has_out || i != k.target)
+            operand = alike.like;
     }
-    if (!alike.fits())
+    if (operand == nullptr || !alike.fits())
         return {};
     if (k.way == Way::WRITE)
-        return args[0].toTensor().dim() == alike.like->dim() ? Results(std::in_place) : Results();
+        return args[k.target].toTensor().dim() == operand->dim() ? Results(std::in_place) : Results();
     Results made(std::in_place);
     made->emplace_back(alike.result(tape, k));
     return made;

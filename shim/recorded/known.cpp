@@ -96,7 +96,7 @@ Way way_of(Known *k, const c10::OperatorHandle &op, const std::string &name) {
         return Way::LOOK;
     if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd))
         return Way::THROUGH;
-    const bool writes = std::find(k->writes.begin(), k->writes.end(), true) != k->writes.end();
+    const bool writes = k->writes.any();
     const bool draws =
         op.hasTag(at::Tag::nondeterministic_seeded) ||
         std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument &a) {
@@ -111,18 +111,24 @@ Way way_of(Known *k, const c10::OperatorHandle &op, const std::string &name) {
         return Way::AT_ONCE;
     if (!writes && is_view(schema, name))
         return Way::VIEW;
-    if (schema.overload_name().find("out") != std::string::npos) // may change the form of out=
-        return Way::AT_ONCE;
     k->compares = kComparing.count(k->name) != 0 && !writes;
     k->elementwise = kElementwise.count(k->name) != 0 || k->compares;
+    // May change the form of out=, where there is no rule of forms.
+    k->has_out = schema.overload_name().find("out") != std::string::npos;
+    if (k->has_out && (!k->elementwise || k->of_lists || !k->writes[k->n - 1]))
+        return Way::AT_ONCE;
+    k->fills = k->name == "fill";
     k->may_fuse = k->elementwise || kSometimes.count(k->name) != 0;
     if (kElementwise.count(k->name) + kComparing.count(k->name) + kLines.count(k->name) == 0)
         return Way::AT_ONCE;
     const auto &returns = schema.returns();
     if (!std::all_of(returns.begin(), returns.end(), [](const auto &r) { return is_tensor(*r.type()); }))
         return Way::AT_ONCE;
-    if (writes)
+    if (writes) {
+        while (!k->writes[k->target])
+            k->target++;
         return gives_arguments(k, schema) ? Way::WRITE : Way::AT_ONCE;
+    }
     return returns.empty() ? Way::AT_ONCE : Way::MAKE;
 }
 
@@ -130,16 +136,18 @@ Known look_at(const c10::OperatorHandle &op) {
     Known k;
     const auto &schema = op.schema();
     k.n = schema.arguments().size();
-    for (const c10::Argument &a : schema.arguments()) {
-        k.number.push_back(is_number(*a.real_type()));
-        k.writes.push_back(a.alias_info() && a.alias_info()->isWrite());
-    }
     k.is_ours = begins_with(schema.name(), "optfuse::");
     if (begins_with(schema.name(), "profiler::")) // touches no tensor
         return k;
     k.reads_all = !begins_with(schema.name(), "aten::") || begins_with(schema.name(), "aten::set_");
     if (k.reads_all)
         return k;
+    for (size_t i = 0; i < k.n; i++) {
+        const c10::Argument &a = schema.arguments()[i];
+        k.number[i] = is_number(*a.real_type());
+        k.tensor[i] = a.real_type()->kind() == c10::TypeKind::TensorType;
+        k.writes[i] = a.alias_info() && a.alias_info()->isWrite();
+    }
     std::string name = schema.name().substr(std::string_view("aten::").size());
     const std::string_view prefix = "_foreach_";
     k.of_lists = begins_with(name, prefix);
@@ -147,6 +155,8 @@ Known look_at(const c10::OperatorHandle &op) {
     if (!k.name.empty() && k.name.back() == '_')
         k.name.pop_back();
     k.way = way_of(&k, op, name);
+    for (size_t i = 0; i < k.n; i++)
+        k.classes[i] = k.elementwise && ((k.name == "pow" && i == 1) || i == 2);
     return k;
 }
 

@@ -5,6 +5,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <bitset>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@ enum class Way : uint8_t {
     MAKE     // a line that gives new tensors
 };
 
+using Arguments = std::bitset<64>; // no operator of PyTorch has more
+
 struct Known {
     Way way = Way::AT_ONCE;
     bool is_ours = false;     // of the namespace "optfuse"
@@ -29,10 +32,16 @@ struct Known {
     bool elementwise = false; // its results' forms are known (forms.h)
     bool compares = false;    // and they are booleans
     bool may_fuse = false;    // there may be instructions that do the same (translate.h)
+    bool fills = false;       // with a number, or a tensor without dimensions
+    bool has_out = false;     // its last argument is what it writes
     size_t n = 0;             // arguments
+    size_t target = 0;        // of WRITE: the first argument that it writes
     std::string name;         // without "aten::", "_foreach_" and the "_" of one in place
-    std::vector<bool> number; // of each argument: its value says nothing of the results' forms
-    std::vector<bool> writes; // of each argument
+    // Of each argument:
+    Arguments number;  // its value says nothing of the results' forms
+    Arguments tensor;  // it is a tensor, which may stand for a number
+    Arguments classes; // for some numbers there is another instruction
+    Arguments writes;
     std::vector<size_t> returned; // of WRITE: the argument that each result is
 };
 

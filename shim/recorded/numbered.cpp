@@ -16,10 +16,6 @@ uint64_t class_of(double x) {
     return 1;
 }
 
-bool has_classes(const Known &k, size_t argument) {
-    return k.elementwise && ((k.name == "pow" && argument == 1) || argument == 2);
-}
-
 bool is_lone(const Entry &e) {
     const size_t holders = e.impl->unsafe_storage().use_count();
     const size_t users = c10::raw::intrusive_ptr::use_count(e.impl);
@@ -27,6 +23,17 @@ bool is_lone(const Entry &e) {
 }
 
 } // namespace
+
+void Heads::clear(size_t most) {
+    if (table.size() < 2 * most || ++round == 0) {
+        size_t bits = 8;
+        while (size_t(1) << bits < 2 * most)
+            bits++;
+        table.assign(size_t(1) << bits, Row());
+        shift = 64 - static_cast<unsigned>(bits);
+        round = 1;
+    }
+}
 
 uint32_t Numbered::find(const c10::TensorImpl *impl, uint32_t first) const {
     for (uint32_t i = first; i != UINT32_MAX; i = entries[i].next) {
@@ -41,11 +48,12 @@ uint32_t Numbered::find(const c10::TensorImpl *impl, uint32_t first) const {
 
 uint32_t Numbered::of(const at::Tensor &tensor) const {
     const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    return find(impl, heads.find(storage_of(impl))->second);
+    return find(impl, heads.at(storage_of(impl), UINT32_MAX));
 }
 
 void Numbered::put_new(c10::TensorImpl *impl, uint32_t head) {
-    Entry e;
+    const auto number = static_cast<uint32_t>(entries.size());
+    Entry &e = entries.emplace_back();
     e.impl = impl;
     e.storage = storage_of(impl);
     e.offset = impl->storage_offset();
@@ -53,40 +61,40 @@ void Numbered::put_new(c10::TensorImpl *impl, uint32_t head) {
     e.dtype = impl->dtype().toScalarType();
     e.is_absent = is_absent(e.storage);
     e.storage_number = head == UINT32_MAX ? n_storages++ : entries[head].storage_number;
-    const auto number = static_cast<uint32_t>(entries.size());
     if (head != UINT32_MAX) {
         e.next = entries[head].next;
         entries[head].next = number;
         e.is_alone = entries[head].is_alone = false;
     }
     const auto sizes = impl->sizes(), strides = impl->strides();
-    words.push_back(static_cast<uint64_t>(e.storage_number) << 32 |
-                    static_cast<uint64_t>(impl->device().index() + 1) << 24 | sizes.size() << 16 |
-                    static_cast<uint64_t>(e.dtype) << 8 | static_cast<uint64_t>(e.is_absent) << 2 |
-                    static_cast<uint64_t>(impl->is_non_overlapping_and_dense()) << 1 |
-                    static_cast<uint64_t>(impl->is_cpu()));
-    words.push_back(static_cast<uint64_t>(e.offset));
-    words.insert(words.end(), sizes.begin(), sizes.end());
-    words.insert(words.end(), strides.begin(), strides.end());
-    entries.push_back(e);
+    const bool is_plain = impl->is_contiguous(); // by which the sizes say the strides
+    need(3 + 2 * sizes.size());
+    word(static_cast<uint64_t>(e.storage_number) << 32 |
+         static_cast<uint64_t>(impl->device().index() + 1) << 24 | sizes.size() << 16 |
+         static_cast<uint64_t>(e.dtype) << 8 | static_cast<uint64_t>(is_plain) << 3 |
+         static_cast<uint64_t>(e.is_absent) << 2 |
+         static_cast<uint64_t>(impl->is_non_overlapping_and_dense()) << 1 |
+         static_cast<uint64_t>(impl->is_cpu()));
+    word(static_cast<uint64_t>(e.offset));
+    for (const int64_t size : sizes)
+        word(static_cast<uint64_t>(size));
+    for (size_t i = 0; i < strides.size() && !is_plain; i++)
+        word(static_cast<uint64_t>(strides[i]));
 }
 
 void Numbered::put(const at::Tensor &tensor) {
-    if (!tensor.defined()) {
-        words.push_back(kOfNoTensor);
-        return;
-    }
+    need(1);
+    if (!tensor.defined())
+        return word(kOfNoTensor);
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    if (impl->is_wrapped_number()) { // made of a number, for this line
-        words.push_back(static_cast<uint64_t>(impl->dtype().toScalarType()) << 8 | kOfWrapped);
-        return;
-    }
+    if (impl->is_wrapped_number()) // made of a number, for this line
+        return word(static_cast<uint64_t>(impl->dtype().toScalarType()) << 8 | kOfWrapped);
     const auto next = static_cast<uint32_t>(entries.size());
-    const auto [at, is_new] = heads.emplace(storage_of(impl), next);
-    uint32_t number = is_new ? UINT32_MAX : find(impl, at->second);
-    words.push_back(static_cast<uint64_t>(number == UINT32_MAX ? next : number) << 8 | kOfTensor);
+    const uint32_t head = heads.at(storage_of(impl), next);
+    uint32_t number = head == next ? UINT32_MAX : find(impl, head);
+    word(static_cast<uint64_t>(number == UINT32_MAX ? next : number) << 8 | kOfTensor);
     if (number == UINT32_MAX) {
-        put_new(impl, is_new ? UINT32_MAX : at->second);
+        put_new(impl, head == next ? UINT32_MAX : head);
         number = next;
     }
     if (entries[number].impl == impl)
@@ -96,41 +104,49 @@ void Numbered::put(const at::Tensor &tensor) {
 }
 
 void Numbered::put(const c10::IValue &value, bool by_class) {
+    need(2);
     if (value.isTensor()) {
         put(value.toTensor());
     } else if (value.isDouble()) {
-        words.push_back(kOfDouble);
+        word(kOfDouble);
         if (by_class)
-            words.push_back(class_of(value.toDouble()));
+            word(class_of(value.toDouble()));
     } else if (value.isInt()) {
-        words.push_back(kOfInt);
+        word(kOfInt);
         if (by_class)
-            words.push_back(class_of(static_cast<double>(value.toInt())));
+            word(class_of(static_cast<double>(value.toInt())));
     } else if (value.isList()) {
         const auto elements = value.toListRef();
-        words.push_back(elements.size() << 8 | kOfList);
+        word(elements.size() << 8 | kOfList);
         for (const c10::IValue &element : elements)
             put(element, by_class);
     } else {
-        words.push_back(value.isBool() ? static_cast<uint64_t>(value.toBool()) << 8 | kOfBool
-                                       : static_cast<uint64_t>(value.isNone()) << 8 | kOfOther);
+        word(value.isBool() ? static_cast<uint64_t>(value.toBool()) << 8 | kOfBool
+                            : static_cast<uint64_t>(value.isNone()) << 8 | kOfOther);
     }
 }
 
 void Numbered::read(const std::vector<Line> &lines, const std::vector<c10::IValue> &values) {
+    size_t most = 0;
+    for (const c10::IValue &value : values)
+        most += value.isTensor() ? 1 : value.isList() ? value.toListRef().size() : 0;
     entries.clear();
-    heads.clear();
+    heads.clear(most);
     n_storages = 0;
-    words.assign(1, static_cast<uint64_t>(thread_count()));
+    n_words = 0;
+    need(1);
+    word(static_cast<uint64_t>(thread_count()));
     for (const Line &line : lines) {
-        words.push_back(reinterpret_cast<uintptr_t>(&line.op.schema()));
+        need(1);
+        word(reinterpret_cast<uintptr_t>(line.known));
         for (uint32_t i = line.first; i < line.end; i++)
-            put(values[i], i < line.results && has_classes(*line.known, i - line.first));
+            put(values[i], i < line.results && line.known->classes[i - line.first]);
     }
+    need(entries.size());
     for (Entry &e : entries)
         if (e.is_absent) {
             e.is_needed = !is_lone(e);
-            words.push_back(e.is_needed);
+            word(e.is_needed);
         }
 }
 

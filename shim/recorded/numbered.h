@@ -3,8 +3,6 @@
 // over the same elements have one number, such as p and p.data.
 #pragma once
 
-#include <c10/util/flat_hash_map.h>
-
 #include <cstdint>
 #include <vector>
 
@@ -30,6 +28,30 @@ struct Entry {
     }
 };
 
+// The numbers that storages have, in a table that is empty again at no cost.
+class Heads {
+  public:
+    void clear(size_t most); // so many can come
+    // That of the storage; where it has none, it gets this one.
+    uint32_t &at(const c10::StorageImpl *storage, uint32_t otherwise) {
+        size_t i = reinterpret_cast<uintptr_t>(storage) * 0x9E3779B97F4A7C15ull >> shift;
+        while (table[i].round == round && table[i].storage != storage)
+            i = (i + 1) & (table.size() - 1);
+        if (table[i].round != round)
+            table[i] = {storage, round, otherwise};
+        return table[i].head;
+    }
+
+  private:
+    struct Row {
+        const c10::StorageImpl *storage;
+        uint32_t round, head;
+    };
+    std::vector<Row> table;
+    unsigned shift = 0;
+    uint32_t round = 0; // of what counts
+};
+
 // The tensors that a schedule needs, and the words that it depends on.
 class Numbered {
   public:
@@ -38,7 +60,7 @@ class Numbered {
     uint32_t of(const at::Tensor &tensor) const;
 
     std::vector<Entry> entries;
-    std::vector<uint64_t> words; // equal: the same schedule
+    at::ArrayRef<uint64_t> words() const { return {room.data(), n_words}; } // equal: the same schedule
     uint32_t n_storages = 0;
 
   private:
@@ -46,8 +68,16 @@ class Numbered {
     void put(const at::Tensor &tensor);
     void put(const c10::IValue &value, bool by_class);
     void put_new(c10::TensorImpl *impl, uint32_t head);
+    // There is room for a number and a tensor's form.
+    void word(uint64_t x) { room[n_words++] = x; }
+    void need(size_t n) {
+        if (n_words + n > room.size())
+            room.resize(2 * (n_words + n));
+    }
 
-    ska::flat_hash_map<const c10::StorageImpl *, uint32_t> heads;
+    std::vector<uint64_t> room;
+    size_t n_words = 0;
+    mutable Heads heads;
 };
 
 } // namespace optfuse::recorded

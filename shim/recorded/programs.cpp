@@ -79,9 +79,9 @@ class Trial {
         if (instructions.empty() || instructions[0].dtype == at::kBool)
             return !instructions.empty(); // of booleans alone
         const at::Tensor by_program = run_instructions(instructions, numbered);
-        torch::jit::Stack stack(given.begin(), given.begin() + results);
+        torch::jit::Stack stack = arguments_of(here, given);
         line.op.callBoxed(stack);
-        const c10::IValue &to = n > results ? stack[0] : given[0];
+        const c10::IValue &to = n > results ? stack[0] : given[line.known->target];
         const at::Tensor by_operator = to.isTensor() ? to.toTensor() : to.toTensorList().get(0);
         return same_bits(by_program, by_operator.to(by_program.scalar_type()));
     }
@@ -116,7 +116,7 @@ class Trial {
                                 const Numbered &numbered) {
         const at::ScalarType dtype = instructions[0].dtype;
         std::map<uint32_t, at::Tensor> copies;
-        Memory memory = {};
+        of_part part = {{}, tried_on(instructions[0].device), *dtype_of(dtype), nullptr};
         std::map<uint32_t, unsigned char> places;
         const auto place_of = [&](uint32_t number) {
             const auto next = static_cast<unsigned char>(places.size());
@@ -125,7 +125,7 @@ class Trial {
                 for (const auto &[_, tensor] : instead)
                     if (tensor.unsafeGetTensorImpl() == numbered.entries[number].impl)
                         copies[number] = tensor.to(dtype, false, true);
-                memory[next] = copies.at(number).mutable_data_ptr();
+                part.memory[next] = copies.at(number).mutable_data_ptr();
             }
             return at->second;
         };
@@ -144,12 +144,12 @@ class Trial {
         of_program program = {code.data(), code.size(), 0, 0, false};
         if (const char *wrong = of_program_check(&program))
             fail(std::string("optfuse: an instruction can't be run: ") + wrong);
+        part.program = &program;
         const at::Tensor &result = copies.at(instructions[0].to);
         if (result.is_cpu())
-            run_program(&program, memory, result.numel(), *dtype_of(dtype));
+            run_programs({part});
         else
-            run_on_gpu(program, result.device(), *dtype_of(dtype),
-                       {entry_of(memory, result.numel())});
+            run_on_gpu(program, result.device(), part.dtype, {entry_of(part)});
         return result;
     }
 
@@ -162,26 +162,19 @@ class Trial {
 
 } // namespace
 
-void run_program(const of_program *program, const Memory &memory, int64_t numel, of_dtype dtype) {
-    of_inputs in = {};
-    in.numel = numel;
-    in.dtype = dtype;
-    in.device = OF_CPU;
-    in.program = program;
-    in.param = memory[OF_REGISTER_PARAM];
-    in.grad = memory[OF_REGISTER_GRAD];
-    for (size_t i = 0; i < OF_MAX_STATE; i++)
-        in.state[i] = memory[OF_REGISTER_STATE + i];
-    check(of_plan_run_program(kernels(), &in));
+void run_programs(const std::vector<of_part> &parts) {
+    check(of_plan_run_programs(kernels(), parts.data(), parts.size()));
 }
 
-of_cuda_entry entry_of(const Memory &memory, int64_t numel) {
+of_cuda_entry entry_of(const of_part &part) {
     of_cuda_entry entry = {};
-    entry.param = memory[OF_REGISTER_PARAM];
-    entry.grad = memory[OF_REGISTER_GRAD] == nullptr ? entry.param : memory[OF_REGISTER_GRAD];
+    entry.param = part.memory[OF_REGISTER_PARAM];
+    entry.grad = part.memory[OF_REGISTER_GRAD];
+    if (entry.grad == nullptr) // the kernels want one
+        entry.grad = entry.param;
     for (size_t i = 0; i < OF_MAX_STATE; i++)
-        entry.state[i] = memory[OF_REGISTER_STATE + i];
-    entry.n = static_cast<size_t>(numel);
+        entry.state[i] = part.memory[OF_REGISTER_STATE + i];
+    entry.n = static_cast<size_t>(part.numel);
     return entry;
 }
 

@@ -2,7 +2,6 @@
 // programs.h: programs over tensors' memory, and whether an instruction has its operator's bits.
 #pragma once
 
-#include <array>
 #include <vector>
 
 #include "cuda/cuda_kernels.h"
@@ -12,13 +11,11 @@
 
 namespace optfuse::recorded {
 
-using Memory = std::array<void *, OF_REGISTER_TEMPORARY>;
+// On the CPU, side by side: none may use what another one writes.
+void run_programs(const std::vector<of_part> &parts);
 
-// memory: what its first registers are. On the CPU.
-void run_program(const of_program *program, const Memory &memory, int64_t numel, of_dtype dtype);
-
-// The same of a program on a GPU.
-of_cuda_entry entry_of(const Memory &memory, int64_t numel);
+// The memory of one on a GPU.
+of_cuda_entry entry_of(const of_part &part);
 
 // Tried once for each operator, instruction, dtype and device, on numbers of all kinds. On a GPU
 // that takes a wait of the host. made: by translate().

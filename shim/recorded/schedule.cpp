@@ -12,6 +12,7 @@
 
 #include "error.h"
 #include "gpu/programs.h"
+#include "guard.h"
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
@@ -44,89 +45,20 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
     to.copy_(made);
 }
 
-void run_operator(const Line &line, std::vector<c10::IValue> &values) {
-    torch::jit::Stack stack;
-    for (uint32_t i = line.first; i < line.results; i++)
-        stack.push_back(std::move(values[i]));
+void run_operator(const Line &line, const std::vector<c10::IValue> &values) {
+    torch::jit::Stack stack = arguments_of(line, values);
     line.op.callBoxed(stack);
     for (uint32_t i = line.results, j = 0; i < line.end; i++, j++) {
-        const c10::IValue to = std::move(values[i]);
-        if (to.isTensor()) {
-            give_memory(to.toTensor(), std::move(stack[j]).toTensor());
+        if (values[i].isTensor()) {
+            give_memory(values[i].toTensor(), std::move(stack[j]).toTensor());
             continue;
         }
         auto made = std::move(stack[j]).toTensorList();
-        const auto targets = to.toTensorList();
+        const auto targets = values[i].toTensorList();
         for (size_t e = 0; e < made.size(); e++)
             give_memory(targets.get(e), made.extract(e));
     }
 }
-
-// A program over the memory of one group, or of several on a GPU, which run at the same time.
-class Launch {
-  public:
-    // code: of a group, in which it gets its numbers.
-    static void put_numbers(const Group &group, const std::vector<c10::IValue> &values,
-                            std::vector<of_instruction> *code) {
-        *code = group.code;
-        for (const Group::Patch &patch : group.patches) {
-            of_instruction &q = (*code)[patch.instruction];
-            (patch.is_second ? q.t : q.s) = patch.number.in(values);
-        }
-        code->resize(of_program_fuse(code->data(), code->size()));
-    }
-
-    // The group's program is the one whose run is to come, or the last one.
-    bool takes(const Group &group, const std::vector<c10::IValue> &values) {
-        if (group.is_as_before)
-            return group.joins;
-        put_numbers(group, values, &next);
-        const bool are_same =
-            group.joins && std::equal(code.begin(), code.end(), next.begin(), next.end(),
-                                      [](const of_instruction &x, const of_instruction &y) {
-                                          return x.operation == y.operation && x.to == y.to &&
-                                                 x.a == y.a && x.b == y.b && x.c == y.c &&
-                                                 has_bits_of(x.s, y.s) && has_bits_of(x.t, y.t);
-                                      });
-        has_next = !are_same;
-        return are_same;
-    }
-
-    void put(const Group &group, const std::vector<Entry> &entries) {
-        if (std::exchange(has_next, false))
-            code.swap(next);
-        for (const uint32_t number : group.makes) {
-            allocate(entries[number].storage);
-            unmark(entries[number].impl);
-        }
-        Memory memory = {};
-        for (size_t i = 0; i < group.memory.size(); i++)
-            memory[i] = entries[group.memory[i]].memory();
-        last = &group;
-        of_program program = program_of(group);
-        if (group.device.is_cpu())
-            run_program(&program, memory, group.numel, group.dtype);
-        else if (group.writes != 0)
-            waiting.push_back(entry_of(memory, group.numel));
-    }
-
-    bool is_waiting() const { return !waiting.empty(); }
-    void run() {
-        if (is_waiting())
-            run_on_gpu(program_of(*last), last->device, last->dtype, std::exchange(waiting, {}));
-    }
-
-  private:
-    static bool has_bits_of(double x, double y) { return std::memcmp(&x, &y, sizeof x) == 0; }
-    of_program program_of(const Group &group) const {
-        return {code.data(), code.size(), group.reads, group.writes, false};
-    }
-
-    std::vector<of_instruction> code, next;
-    bool has_next = false;
-    const Group *last = nullptr;
-    std::vector<of_cuda_entry> waiting;
-};
 
 struct KnownSchedules {
     std::unordered_map<uint64_t, std::unique_ptr<Schedule>> made;
@@ -136,7 +68,7 @@ struct KnownSchedules {
 
 constexpr size_t kMostWords = 4u << 20; // 32 MB
 
-uint64_t hash_of(const std::vector<uint64_t> &words) {
+uint64_t hash_of(at::ArrayRef<uint64_t> words) {
     uint64_t h = 0x9E3779B97F4A7C15ull;
     for (const uint64_t word : words) {
         h = (h ^ word) * 0xD6E8FEB86659FD93ull;
@@ -149,10 +81,11 @@ uint64_t hash_of(const std::vector<uint64_t> &words) {
 const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                             const Numbered &numbered) {
     static thread_local KnownSchedules known;
-    const uint64_t hash = hash_of(numbered.words);
+    const at::ArrayRef<uint64_t> words = numbered.words();
+    const uint64_t hash = hash_of(words);
     const auto found = known.made.find(hash);
     if (found != known.made.end())
-        return found->second->words == numbered.words ? found->second.get() : nullptr;
+        return words == found->second->words ? found->second.get() : nullptr;
     if (known.words > kMostWords) {
         known.made.clear();
         known.seen.clear();
@@ -162,47 +95,139 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
         known.words++;
         return nullptr;
     }
-    known.words += numbered.words.size();
+    known.words += words.size();
     auto &made = known.made[hash];
     made = std::make_unique<Schedule>(compile(lines, values, numbered));
     return made.get();
 }
 
-bool is_absent(const c10::IValue &value) {
-    return !each_tensor(value, [](const at::Tensor &tensor) {
-        return !is_absent(storage_of(tensor.unsafeGetTensorImpl()));
-    });
+// More elements fill the threads by themselves, and what they need is not made at the same time.
+constexpr int64_t kMostInBatch = 1 << 18;
+constexpr size_t kMostGarbage = 4u << 20; // bytes
+
+struct Launch {
+    const of_program *program;
+    c10::Device device;
+    of_dtype dtype;
+    std::vector<of_cuda_entry> entries;
+};
+
+bool is_same(const of_program &a, const of_program &b) {
+    const auto is_same_one = [](const of_instruction &x, const of_instruction &y) {
+        return x.operation == y.operation && x.to == y.to && x.a == y.a && x.b == y.b &&
+               x.c == y.c && std::memcmp(&x.s, &y.s, sizeof x.s) == 0 &&
+               std::memcmp(&x.t, &y.t, sizeof x.t) == 0;
+    };
+    return a.code == b.code || std::equal(a.code, a.code + a.n, b.code, b.code + b.n, is_same_one);
 }
 
-void run(const Schedule &schedule, const std::vector<Line> &lines, std::vector<c10::IValue> &values,
-         const Numbered &numbered, Counts *counts) {
-    Launch launch;
-    std::vector<uint32_t> done;
-    const auto finish = [&] {
-        launch.run();
-        for (const uint32_t line : done)
-            for (uint32_t i = lines[line].first; i < lines[line].end; i++)
-                if (!is_absent(values[i]))
-                    values[i] = c10::IValue();
-        done.clear();
-    };
-    for (const Step &step : schedule.steps) {
-        const Group *group = step.is_group ? &schedule.groups[step.number] : nullptr;
-        if (group == nullptr || !launch.takes(*group, values))
-            finish();
-        if (group != nullptr) {
-            launch.put(*group, numbered.entries);
-            counts->groups++;
-        } else {
-            run_operator(lines[step.number], values);
-            counts->calls++;
-        }
-        done.insert(done.end(), step.done.begin(), step.done.end());
-        if (!launch.is_waiting())
-            finish();
+class Run {
+  public:
+    Run(const Schedule &the_schedule, const std::vector<Line> &the_lines,
+        std::vector<c10::IValue> &its, const Numbered &numbered, Tape *its_tape)
+        : schedule(the_schedule), lines(the_lines), values(its), entries(numbered.entries),
+          tape(its_tape) {
+        code.reserve(schedule.instructions);
+        programs.reserve(schedule.groups.size()); // parts refer to them
     }
-    finish();
-}
+
+    void run() {
+        for (const Step &step : schedule.steps) {
+            if (step.is_group) {
+                put(schedule.groups[step.number]);
+                tape->counts.groups++;
+            } else {
+                run_batch();
+                run_operator(lines[step.number], values);
+                tape->counts.calls++;
+            }
+            end(step);
+        }
+        run_batch();
+    }
+
+  private:
+    void put(const Group &group) {
+        if ((group.waits && OF_GUARD(recorded_launch)) || elements + group.numel > kMostInBatch)
+            run_batch();
+        for (const uint32_t number : group.makes) {
+            const Entry &e = entries[number];
+            allocate(e.storage);
+            unmark(e.impl);
+        }
+        if (!group.is_as_before)
+            put_program(group);
+        of_part part = {{}, group.numel, group.dtype, &programs.back()};
+        for (size_t i = 0; i < group.memory.size(); i++)
+            part.memory[i] = entries[group.memory[i]].memory();
+        if (!group.device.is_cpu()) {
+            if (group.writes != 0)
+                put_on_gpu(part, group.device);
+            return;
+        }
+        batch.push_back(part);
+        elements += group.numel;
+    }
+
+    // Groups of one program go in one launch, among which the last ones are looked at.
+    void put_on_gpu(const of_part &part, const c10::Device &device) {
+        constexpr std::ptrdiff_t kLast = 8;
+        const auto n = static_cast<std::ptrdiff_t>(launches.size());
+        auto found = std::find_if(launches.end() - std::min(n, kLast), launches.end(), [&](const Launch &one) {
+            return one.device == device && one.dtype == part.dtype && is_same(*one.program, *part.program);
+        });
+        if (found == launches.end())
+            found = launches.insert(found, {part.program, device, part.dtype, {}});
+        found->entries.push_back(entry_of(part));
+    }
+
+    void put_program(const Group &group) {
+        const size_t first = code.size();
+        code.insert(code.end(), group.code.begin(), group.code.end());
+        for (const Group::Patch &patch : group.patches) {
+            of_instruction &q = code[first + patch.instruction];
+            (patch.is_second ? q.t : q.s) = patch.number.in(values);
+        }
+        const size_t n = of_program_fuse(&code[first], group.code.size());
+        code.resize(first + n);
+        programs.push_back({&code[first], n, group.reads, group.writes, false});
+    }
+
+    void run_batch() {
+        if (!batch.empty())
+            run_programs(batch);
+        batch.clear();
+        elements = 0;
+        for (const Launch &one : launches)
+            run_on_gpu(*one.program, one.device, one.dtype, one.entries);
+        launches.clear();
+    }
+
+    // Lines that are done need nothing any more.
+    void end(const Step &step) {
+        for (const uint32_t done : step.done)
+            for (uint32_t i = lines[done].first; i < lines[done].end; i++)
+                tape->drop_later(std::move(values[i]));
+        bytes += step.frees;
+        if (bytes < kMostGarbage)
+            return;
+        run_batch();
+        tape->drop_garbage();
+        bytes = 0;
+    }
+
+    const Schedule &schedule;
+    const std::vector<Line> &lines;
+    std::vector<c10::IValue> &values;
+    const std::vector<Entry> &entries;
+    Tape *const tape;
+    std::vector<of_instruction> code;
+    std::vector<of_program> programs;
+    std::vector<of_part> batch;    // on the CPU
+    std::vector<Launch> launches; // on GPUs
+    int64_t elements = 0; // of the batch
+    size_t bytes = 0;     // of what is dropped later
+};
 
 // Results that will never be made are no part of the tape any more, and have no address.
 void give_up(const std::vector<c10::IValue> &values) {
@@ -217,18 +242,19 @@ void give_up(const std::vector<c10::IValue> &values) {
 
 } // namespace
 
-void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
-               Counts *counts) {
+void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {
     try {
         static thread_local Numbered numbered; // its room
         numbered.read(lines, values);
         if (const Schedule *schedule = schedule_of(lines, values, numbered)) {
-            run(*schedule, lines, values, numbered, counts);
+            Run(*schedule, lines, values, numbered, tape).run();
             return;
         }
-        for (const Line &line : lines)
+        for (const Line &line : lines) {
             run_operator(line, values);
-        counts->calls += static_cast<int64_t>(lines.size());
+            std::fill(values.begin() + line.first, values.begin() + line.end, c10::IValue());
+        }
+        tape->counts.calls += static_cast<int64_t>(lines.size());
     } catch (...) {
         give_up(values);
         throw;

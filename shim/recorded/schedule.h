@@ -10,9 +10,8 @@
 
 namespace optfuse::recorded {
 
-// Runs them all, and clears the values but for tensors that never got memory. After an exception what a line that has not run would have
-// made stays without memory, and sealed.
-void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
-               Counts *counts);
+// Runs them all. Of the values tensors become garbage of the tape. After an exception what a line that
+// has not run would have made stays without memory, and sealed.
+void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape);
 
 } // namespace optfuse::recorded

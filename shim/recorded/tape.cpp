@@ -2,6 +2,7 @@
 #include "recorded/tape.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/native/TensorIterator.h>
 #include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -112,12 +113,37 @@ void Tape::seal_read(const at::Tensor &tensor) {
     write_sealed.push_back(impl->unsafe_storage());
 }
 
+// A tensor that PyTorch has made of a number for this call alone need not live as long as the line.
+static void take_number(c10::IValue *value) {
+    if (!value->isTensor() || !value->toTensor().unsafeGetTensorImpl()->is_wrapped_number())
+        return;
+    const c10::TensorImpl *impl = value->toTensor().unsafeGetTensorImpl();
+    if (impl->dtype().toScalarType() == at::kDouble)
+        *value = *static_cast<const double *>(data_of(impl));
+    else if (impl->dtype().toScalarType() == at::kLong)
+        *value = *static_cast<const int64_t *>(data_of(impl));
+}
+
+torch::jit::Stack arguments_of(const Line &line, const std::vector<c10::IValue> &values) {
+    torch::jit::Stack stack(values.begin() + line.first, values.begin() + line.results);
+    for (size_t i = 0; i < stack.size(); i++)
+        if (line.known->tensor[i] && (stack[i].isDouble() || stack[i].isInt())) {
+            at::Tensor number = c10::scalar_to_tensor(stack[i].toScalar());
+            number.unsafeGetTensorImpl()->set_wrapped_number(true);
+            stack[i] = std::move(number);
+        }
+    return stack;
+}
+
 uint32_t Tape::take_arguments(const Known &k, torch::jit::Stack *stack) {
     const auto first = static_cast<uint32_t>(values.size());
     const auto from = stack->end() - static_cast<std::ptrdiff_t>(k.n);
     values.insert(values.end(), std::make_move_iterator(from), std::make_move_iterator(stack->end()));
     stack->resize(stack->size() - k.n);
     counts.lines++;
+    for (size_t i = 0; i < k.n; i++)
+        if (k.may_fuse && k.tensor[i])
+            take_number(&values[first + i]);
     each_tensor(&values[first], k.n, [this](const at::Tensor &tensor) {
         seal_read(tensor);
         return true;
@@ -241,10 +267,9 @@ void Tape::play() {
     const WithSettings as_called(when);
     const WithStreams where_called(its_streams);
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
-    run_lines(now, its, &counts);
+    run_lines(now, its, this);
     for (c10::IValue &value : its)
-        if (value.isTensor() || value.isList())
-            garbage.push_back(std::move(value));
+        drop_later(std::move(value));
     if (lines.empty()) { // their room
         now.clear();
         its.clear();

@@ -90,6 +90,10 @@ class Tape {
     // Tensors that lines have made and nobody needs. A tensor that Python has had takes the GIL when it dies:
     // whoever has that clears them.
     std::vector<c10::IValue> garbage;
+    void drop_later(c10::IValue &&value) {
+        if (value.isTensor() || value.isList())
+            garbage.push_back(std::move(value));
+    }
     void drop_garbage(); // takes it
     // Whether operators are those of a backward pass that step() has begun.
     bool is_in_backward() const;
@@ -148,6 +152,9 @@ template <typename Work> bool each_tensor(const c10::IValue &value, const Work &
         }
     return true;
 }
+// What the operator takes for a value of the tape: numbers that PyTorch has made tensors are tensors.
+torch::jit::Stack arguments_of(const Line &line, const std::vector<c10::IValue> &values);
+
 // A counter or the like, which scripts may look at between lines at no cost.
 inline bool is_small(const c10::StorageImpl *storage) {
     return storage->nbytes() <= 8 && storage->device_type() == c10::kCPU;

@@ -74,10 +74,10 @@ class Translation {
     Translation(const Line &the_line, uint32_t the_place, const std::vector<c10::IValue> &all,
                 const Numbered &its)
         : line(the_line), place(the_place), values(all), numbered(its),
-          n(the_line.results - the_line.first), name(the_line.known->name) {}
+          n(the_line.results - the_line.first - (the_line.known->has_out ? 1 : 0)), name(the_line.known->name) {}
 
     std::vector<Instruction> run() {
-        const c10::IValue to = item(line.known->way == Way::MAKE ? n : 0);
+        const c10::IValue to = item(line.known->way == Way::MAKE ? n : line.known->target);
         if (!to.isTensor() || !is_operand(to.toTensor()))
             return {};
         like = to.toTensor().unsafeGetTensorImpl();
@@ -347,7 +347,7 @@ class Translation {
     const uint32_t place;
     const std::vector<c10::IValue> &values;
     const Numbered &numbered;
-    const size_t n;
+    const size_t n; // arguments but out=
     const std::string_view name;
     const c10::TensorImpl *like = nullptr;
     bool is_of_masks = false;

@@ -276,16 +276,13 @@ void run(of_plan *plan, const Segment &segment, Registers &at, const of_inputs &
         }
     }
     program.code = patched.empty() ? segment.code.data() : patched.data();
-    of_inputs part = {};
+    of_part part = {};
     part.numel = in.numel;
     part.dtype = in.dtype;
-    part.device = in.device;
     part.program = &program;
-    part.param = memory_of(at, segment.memory[OF_REGISTER_PARAM], like);
-    part.grad = memory_of(at, segment.memory[OF_REGISTER_GRAD], like);
-    for (size_t i = 0; i < OF_MAX_STATE; i++)
-        part.state[i] = memory_of(at, segment.memory[OF_REGISTER_STATE + i], like);
-    if (of_plan_run_program(plan, &part) != OF_OK)
+    for (size_t i = 0; i < OF_REGISTER_TEMPORARY; i++)
+        part.memory[i] = memory_of(at, segment.memory[i], like);
+    if (of_plan_run_programs(plan, &part, 1) != OF_OK)
         fail(of_error_message());
 }
 

@@ -35,13 +35,10 @@ static bool apply(void *ctx, of_inputs *in, const double *hyper) {
     code.s = *(const float *)in->grad;
     of_program part = {.code = &code, .n = 1};
     ck_assert_ptr_null(of_program_check(&part));
-    of_inputs inputs = {.param = in->param,
-                        .grad = in->grad,
-                        .numel = in->numel,
-                        .dtype = in->dtype,
-                        .device = OF_CPU,
-                        .program = &part};
-    return of_plan_run_program(applied_by, &inputs) == OF_OK;
+    of_part one = {.numel = in->numel, .dtype = in->dtype, .program = &part};
+    one.memory[OF_REGISTER_PARAM] = in->param;
+    one.memory[OF_REGISTER_GRAD] = (void *)(uintptr_t)in->grad;
+    return of_plan_run_programs(applied_by, &one, 1) == OF_OK;
 }
 
 static bool watches;
@@ -143,15 +140,35 @@ END_TEST
 
 START_TEST(parts_are_programs_of_such_a_plan) {
     world w = make(true);
-    of_inputs inputs = {.device = OF_CPU, .dtype = OF_FLOAT32, .program = &by_host};
-    ck_assert_int_eq(of_plan_run_program(w.plan, &inputs), OF_INVALID);
-    inputs.program = NULL;
-    ck_assert_int_eq(of_plan_run_program(w.plan, &inputs), OF_INVALID);
-    inputs.program = &by_kernels;
-    inputs.device = OF_CUDA;
-    ck_assert_int_eq(of_plan_run_program(w.plan, &inputs), OF_INVALID);
-    inputs.device = OF_CPU;
-    ck_assert_int_eq(of_plan_run_program(w.plan, &inputs), OF_OK); /* of no element */
+    of_part part = {.dtype = OF_FLOAT32, .program = &by_host};
+    ck_assert_int_eq(of_plan_run_programs(w.plan, &part, 1), OF_INVALID);
+    part.program = NULL;
+    ck_assert_int_eq(of_plan_run_programs(w.plan, &part, 1), OF_INVALID);
+    part.program = &by_kernels;
+    ck_assert_int_eq(of_plan_run_programs(w.plan, &part, 1), OF_OK); /* of no element */
+    end(&w);
+}
+END_TEST
+
+/* Sizes around those of chunks, so that threads share some tensors. */
+START_TEST(parts_run_side_by_side) {
+    world w = make(true);
+    enum { PARTS = 12 };
+    static float memory[PARTS][2][9000];
+    of_part parts[PARTS] = {0};
+    for (int i = 0; i < PARTS; i++) {
+        parts[i] = (of_part){.numel = i % 3 == 0 ? i : 750 * i, .program = &by_kernels};
+        for (int j = 0; j < 2; j++)
+            for (int k = 0; k < parts[i].numel; k++)
+                memory[i][j][k] = (float)(i + j + k);
+        parts[i].memory[OF_REGISTER_PARAM] = memory[i][0];
+        parts[i].memory[OF_REGISTER_GRAD] = memory[i][1];
+    }
+    ck_assert_int_eq(of_plan_run_programs(w.plan, parts, PARTS), OF_OK);
+    for (int i = 0; i < PARTS; i++)
+        for (int k = 0; k < 9000; k++)
+            ck_assert_float_eq(memory[i][0][k],
+                               k < parts[i].numel ? (float)(3 * (i + k) + 2) : 0.0f);
     end(&w);
 }
 END_TEST
@@ -165,6 +182,7 @@ int main(void) {
     tcase_add_test(tcase, a_failure_is_told_to_who_uses_the_memory);
     tcase_add_test(tcase, without_a_host_for_them_they_are_refused);
     tcase_add_test(tcase, parts_are_programs_of_such_a_plan);
+    tcase_add_test(tcase, parts_run_side_by_side);
     suite_add_tcase(suite, tcase);
     return run(suite);
 }

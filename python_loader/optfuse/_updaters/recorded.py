@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -81,12 +81,15 @@ RECORDED = RecordedRule("own", **ROWS["own"], reference="own step()")
 class Recorded(Updater):
     """By the class's own step(), once for all parameters."""
 
+    may_share_state = True  # lines that have to do with two parameters are left to step()
+
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
         self._run: Run | None = None  # begun, and not confirmed by step()
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
+        self._told: tuple[Slots | None, list[Tensor]] = (None, [])
 
     def explained(self, label: Callable[[int], str]) -> str:
         why = torch.ops.optfuse.why_not_ahead(self._plan)
@@ -109,6 +112,11 @@ class Recorded(Updater):
     def layout(self, groups: Groups) -> None:
         """Nothing is known by slot here."""
 
+    def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
+        state = _flat(optimizer) if self._run is None else self._run.state
+        known, self._told = self._told, (slots, [x for x in state if isinstance(x, Tensor)])
+        return known[0] is slots and _are_same(known[1], self._told[1])
+
     def tell_entry(
         self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
     ) -> bool:
@@ -116,8 +124,7 @@ class Recorded(Updater):
             entry = self._run.entry_before(slots.params[slot])
         values = entry.values() if isinstance(entry, dict) else ()
         tensors = tuple(value for value in values if isinstance(value, Tensor))
-        known = slots.states[slot]
-        if known is None or len(known) != len(tensors) or not all(map(is_, known, tensors)):
+        if slots.states[slot] is None or not _are_same(slots.states[slot], tensors):
             torch.ops.optfuse.set_state(slots.plan, slot, tensors, None, False)
             slots.states[slot] = tensors
         return flushed
@@ -205,7 +212,7 @@ class Recorded(Updater):
             raise Error(_CALLED.format("arguments"))
         if has_hooks(optimizer):
             raise Error(_CALLED.format("hooks that were registered since then"))
-        changed = run.changed(optimizer, with_state=not same_state)
+        changed = run.changed(optimizer) if same_state else "the state"
         self._complained = True
         if changed is not None:
             raise Error(_LATE.format(changed))
@@ -222,39 +229,38 @@ class Run:
     """A step() that has run ahead of its gradients: what there was before, and after it."""
 
     result: Any = None
+    _entries: dict[int, Any] | None = None
 
     def __init__(self, optimizer: Optimizer) -> None:
-        own = optimizer.__dict__
-        self._state = [(key, value, _copy(value)) for key, value in own["state"].items()]
-        self._before = {id(key): copy for key, _, copy in self._state}
-        self._options = [(group, dict(group)) for group in own["param_groups"]]
-        self._attributes = dict(own)
+        self.state = _flat(optimizer)
+        self._options = [(group, dict(group)) for group in optimizer.param_groups]
+        self._attributes = dict(optimizer.__dict__)
 
     def note(self, optimizer: Optimizer) -> None:
         """step() has run."""
         self._after = _settings(optimizer)
-        self._state_after = {
-            id(key): _copy(value) for key, value in optimizer.__dict__["state"].items()
-        }
+
+    def entries(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Of the state before: a key, its entry, and what was in that if it is a dict."""
+        i = 0
+        while i < len(self.state):
+            key, entry, n = self.state[i : i + 3]
+            names, values = self.state[i + 3 : i + 3 + n], self.state[i + 3 + n : i + 3 + 2 * n]
+            yield key, entry, dict(zip(names, values, strict=True))
+            i += 3 + 2 * n
 
     def entry_before(self, param: Tensor) -> Any:
-        return self._before.get(id(param))
+        if self._entries is None:
+            self._entries = {id(key): items for key, _, items in self.entries()}
+        return self._entries.get(id(param))
 
-    def changed(self, optimizer: Optimizer, with_state: bool) -> str | None:
+    def changed(self, optimizer: Optimizer) -> str | None:
         """The first setting that is not as step() has left it."""
-        now = _settings(optimizer)
-        for name in {**self._after, **now}:
-            missing = (name in now) != (name in self._after)
-            if missing or difference("", self._after[name], now[name]) is not None:
+        now, then = _settings(optimizer), self._after
+        for name in {**then, **now}:
+            missing = (name in now) != (name in then)
+            if missing or difference("", then[name], now[name]) is not None:
                 return name
-        if with_state:
-            state = optimizer.__dict__["state"]
-            for key, value in state.items():
-                known = self._state_after.get(id(key))
-                if not _is_same(known, value):
-                    return "the state of a parameter"
-            if len(state) != len(self._state_after):
-                return "the state"
         return None
 
     def put_back(self, optimizer: Optimizer, plan: int) -> None:
@@ -266,35 +272,42 @@ class Run:
             group.clear()
             group.update(before)
         own["state"].clear()
-        for key, value, copy in self._state:
-            own["state"][key] = _put_back(value, copy, plan)
+        for key, entry, items in self.entries():
+            own["state"][key] = _put_back(entry, items, plan)
 
     def put_back_entry(self, optimizer: Optimizer, param: Tensor, plan: int) -> None:
         state = optimizer.__dict__["state"]
-        found = [one for one in self._state if one[0] is param]
-        if not found:
+        before = [(entry, items) for key, entry, items in self.entries() if key is param]
+        if not before:
             state.pop(param, None)
-        for key, value, copy in found:
-            state[key] = _put_back(value, copy, plan)
+        for entry, items in before:
+            state[param] = _put_back(entry, items, plan)
 
 
-def _copy(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
+def _flat(optimizer: Optimizer) -> list[Any]:
+    """The state in one list, since many small ones would have Python's collector of cycles look at
+    all objects: key, entry, and the number of its items, their keys and values."""
+    flat: list[Any] = []
+    for key, entry in optimizer.__dict__["state"].items():
+        is_dict = isinstance(entry, dict)
+        flat += key, entry, len(entry) if is_dict else 0
+        if is_dict:
+            flat += entry
+            flat += entry.values()
+    return flat
 
 
-def _put_back(value: Any, copy: Any, plan: int) -> Any:
-    if isinstance(value, dict):
-        value.clear()
-        value.update(copy)
-        tensors = [item for item in copy.values() if isinstance(item, Tensor)]
+def _are_same(known: Sequence[Any], found: Sequence[Any]) -> bool:
+    return len(known) == len(found) and all(map(is_, known, found))
+
+
+def _put_back(entry: Any, items: dict[Any, Any], plan: int) -> Any:
+    if isinstance(entry, dict):
+        entry.clear()
+        entry.update(items)
+        tensors = [item for item in items.values() if isinstance(item, Tensor)]
         torch.ops.optfuse.put_back(plan, tensors)
-    return value
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_same(a[name], b[name]) for name in a)
-    return a is b or (not isinstance(a, Tensor) and difference("", a, b) is None)
+    return entry
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:

@@ -107,6 +107,10 @@ class Updater:
 
     # ---- options and state
 
+    def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
+        """Whether all entries are those that it has told."""
+        return False
+
     def tell_entry(
         self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
     ) -> bool:
