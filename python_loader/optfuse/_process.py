@@ -62,6 +62,7 @@ def keep_memory() -> None:
 def flush_all() -> None:
     """Launches everything pending in the process, after the gradients that are on their way have
     come."""
+    raw_memory.play_recorded()
     _each_marked(Link.flush)
     if updates.running():
         return
@@ -84,6 +85,7 @@ def _reveal_to_compiled() -> None:
 
 def drain_all() -> None:
     """And waits until the GPUs have done it."""
+    raw_memory.play_recorded()
     _each_marked(lambda link: link.flush(drain=True))
 
 

@@ -140,17 +140,6 @@ bool wait(void *, const of_stream *stream, void *event) {
     });
 }
 
-// Other threads may be capturing a graph.
-struct Relaxed {
-    const CudaLibrary *library = cuda_library();
-    Relaxed() { relax(true); }
-    ~Relaxed() { relax(false); }
-    void relax(bool on) const {
-        if (library != nullptr)
-            library->relax(on);
-    }
-};
-
 bool is_done(void *, void *event) {
     const Relaxed relaxed;
     return attempt("asking for an event", "", false, [&] {
@@ -259,14 +248,30 @@ void record_on_stream(c10::StorageImpl *storage, const of_stream &stream) {
     });
 }
 
+namespace {
+
+struct Memory {
+    c10::Allocator *allocator;
+    c10::DeleterFnPtr deleter;
+};
+
 // Learned from a tensor, because PyTorch has several allocators to choose from.
-bool is_gpu_deleter(c10::DeleterFnPtr deleter, const c10::Device &device) {
-    static const c10::DeleterFnPtr own = [&] {
+const Memory &memory_of(const c10::Device &device) {
+    static const Memory own = [&] {
         const PlainMode plain;
         const at::Tensor any = at::empty({1}, at::TensorOptions().device(device));
-        return any.storage().data_ptr().get_deleter();
+        const c10::Storage &storage = any.storage();
+        return Memory{storage.allocator(), storage.data_ptr().get_deleter()};
     }();
-    return deleter == own;
+    return own;
+}
+
+} // namespace
+
+c10::Allocator *gpu_allocator(const c10::Device &device) { return memory_of(device).allocator; }
+
+bool is_gpu_deleter(c10::DeleterFnPtr deleter, const c10::Device &device) {
+    return deleter == memory_of(device).deleter;
 }
 
 } // namespace optfuse

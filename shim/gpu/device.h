@@ -36,6 +36,19 @@ struct CudaLibrary {
 const CudaLibrary *cuda_library();
 void set_cuda_library(const char *path);
 
+// As long as one lives, this thread may wait for a device: others may be capturing a graph.
+struct Relaxed {
+    const CudaLibrary *library = cuda_library();
+    Relaxed() { relax(true); }
+    ~Relaxed() { relax(false); }
+    Relaxed(const Relaxed &) = delete;
+    Relaxed &operator=(const Relaxed &) = delete;
+    void relax(bool on) const {
+        if (library != nullptr)
+            library->relax(on);
+    }
+};
+
 // device.cpp
 extern const of_gpu_host gpu_host;
 of_stream current_stream(int ordinal);
@@ -70,7 +83,9 @@ class SteadyStreams {
 int64_t side_stream(int ordinal);
 // The stream may still work on the memory when its last reference goes.
 void record_on_stream(c10::StorageImpl *storage, const of_stream &stream);
-// Whether this deleter is that of PyTorch's own allocator for GPUs.
+// PyTorch's own allocator for GPUs. It allocates on the current device, for the current stream.
+c10::Allocator *gpu_allocator(const c10::Device &device);
+// Whether this deleter is that allocator's.
 bool is_gpu_deleter(c10::DeleterFnPtr deleter, const c10::Device &device);
 
 } // namespace optfuse

@@ -13,8 +13,6 @@
 
 namespace optfuse {
 
-namespace {
-
 bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
                   of_dtype dtype, const double *hyper) {
     of_cuda_update update = {};
@@ -28,8 +26,6 @@ bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Devic
     library->relax(false);
     return loaded;
 }
-
-} // namespace
 
 // Loading may have to wait for the device, which a launch must never do.
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool mixed) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "gpu/device.h"
 #include "optfuse.h"
 
 namespace optfuse {
@@ -12,6 +13,9 @@ struct Plan;
 struct References;
 struct Slot;
 
+// Those of a rule, into the device, which may have to wait for it. hyper: as of of_cuda_update.
+bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
+                  of_dtype dtype, const double *hyper);
 // mixed: as is_mixed() of tensor/refuse.h says.
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool mixed);
 // Whether the kernels that multiply gradients of this dtype are loaded now.

@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "cuda/table.h"
 #include "error.h"
 #include "guard.h"
 #include "recorded/programs.h"
@@ -385,6 +386,9 @@ class Compiler {
         core.n = group->code.size();
         if (of_program_check(&core) != nullptr)
             fail("optfuse: a program can't be run, which is an error of optfuse");
+        group->device = entry(units[its[0]].instruction->to).impl->device();
+        if (group->device != c10::kCPU && !fits_on_gpu(*group))
+            return false;
         group->reads = core.reads;
         group->writes = core.writes;
         group->numel = entry(units[its[0]].instruction->to).numel;
@@ -393,6 +397,15 @@ class Compiler {
             if (const auto dtype = dtype_of(units[its[i]].instruction->dtype))
                 group->dtype = *dtype;
         return true;
+    }
+
+    static bool fits_on_gpu(const Group &group) {
+        const size_t states = std::max<size_t>(group.memory.size(), OF_REGISTER_STATE);
+        size_t last = OF_REGISTER_TEMPORARY - 1;
+        for (const of_instruction &q : group.code)
+            last = std::max<size_t>(last, q.to);
+        return states + last - (OF_REGISTER_TEMPORARY - 1) <= OF_CUDA_REGISTERS &&
+               group.code.size() <= OF_CUDA_MOST_CODE;
     }
 
     static void put(Group *group, const Instruction &q, unsigned char to,

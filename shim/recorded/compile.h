@@ -26,6 +26,7 @@ struct Group {
     unsigned reads, writes;           // of_program
     int64_t numel;
     of_dtype dtype;
+    c10::Device device = c10::kCPU;
     bool is_as_before = false; // code and numbers are those of the group that runs before it
     bool waits = false;        // it uses what groups before it write, or writes what they use
 };

@@ -143,7 +143,8 @@ Results of_lists(Tape *tape, const Known &k, const c10::IValue *args) {
             if (lists[i].size() != n || !alike.put(lists[i][place].toTensor()))
                 return {};
         if (!alike.fits() || (!makes && lists[0][place].toTensor().dim() != alike.like->dim()) ||
-            (beside.like != nullptr && beside.like->dtype() != alike.like->dtype()))
+            (beside.like != nullptr && (beside.like->dtype() != alike.like->dtype() ||
+                                        beside.like->device() != alike.like->device())))
             return {};
         if (makes)
             made.push_back(alike.result(tape, k));
@@ -163,7 +164,7 @@ struct Form {
 };
 
 struct Call {
-    bool is_line = true;
+    bool is_line = true, counts;
     std::vector<std::vector<Form>> results;
     std::vector<bool> is_list; // of each result
 };
@@ -231,6 +232,8 @@ bool put(const c10::IValue &v, bool is_number) {
         words.insert(words.end(), {kBool, v.toBool()});
     } else if (v.isDevice()) {
         const c10::Device device = v.toDevice();
+        if (is_gpu(device) && !device.has_index()) // the current one
+            return false;
         words.insert(words.end(), {kDevice, static_cast<int64_t>(device.type()), device.index()});
     } else if (v.isString()) {
         words.insert(words.end(), {kText, static_cast<int64_t>(v.toStringRef().size())});
@@ -283,6 +286,8 @@ bool Learned::is_known() { return calls.found != nullptr; }
 
 bool Learned::is_line() { return calls.found->is_line; }
 
+bool Learned::counts() { return calls.found->counts; }
+
 std::vector<c10::IValue> Learned::results(Tape *tape) {
     const Call &call = *calls.found;
     const auto make = [tape](const Form &f) {
@@ -303,11 +308,15 @@ std::vector<c10::IValue> Learned::results(Tape *tape) {
 }
 
 void Learned::learn(const Known &k, const std::vector<c10::IValue> &args,
-                    const c10::IValue *results, size_t n_results) {
+                    const c10::IValue *results, size_t n_results, bool counts) {
     Call call;
+    call.counts = counts;
     std::unordered_set<const c10::StorageImpl *> given; // results that share memory are no line's
+    c10::Device device = c10::kCPU;                     // nor those on another device
     each_tensor(args.data(), args.size(), [&](const at::Tensor &tensor) {
         given.insert(storage_of(tensor.unsafeGetTensorImpl()));
+        if (!tensor.is_cpu())
+            device = tensor.device();
         return true;
     });
     for (size_t i = 0; i < n_results && k.way == Way::MAKE; i++) {
@@ -315,7 +324,7 @@ void Learned::learn(const Known &k, const std::vector<c10::IValue> &args,
         std::vector<Form> &forms = call.results.emplace_back();
         call.is_line &= results[i].isTensor() || results[i].isTensorList();
         each_tensor(results[i], [&](const at::Tensor &tensor) {
-            call.is_line &= is_plain_result(tensor) &&
+            call.is_line &= is_plain_result(tensor) && tensor.device() == device &&
                             given.insert(storage_of(tensor.unsafeGetTensorImpl())).second;
             forms.push_back(form_of(tensor));
             return true;

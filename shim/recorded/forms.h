@@ -24,10 +24,11 @@ class Learned {
     static bool look_up(const Known &k, const c10::IValue *args);
     static bool is_known();
     static bool is_line(); // false: it has to run at once
+    static bool counts();  // whether what it writes gets new versions
     static std::vector<c10::IValue> results(Tape *tape);
     // It has been run. args, results: of it.
     static void learn(const Known &k, const std::vector<c10::IValue> &args,
-                      const c10::IValue *results, size_t n_results);
+                      const c10::IValue *results, size_t n_results, bool counts);
 };
 
 } // namespace optfuse::recorded

@@ -87,7 +87,8 @@ void Numbered::put_new(c10::TensorImpl *impl, uint32_t head) {
     const auto sizes = impl->sizes(), strides = impl->strides();
     const bool is_plain = impl->is_contiguous(); // by which the sizes say the strides
     need(3 + 2 * sizes.size());
-    word(static_cast<uint64_t>(e.storage_number) << 32 | sizes.size() << 16 |
+    word(static_cast<uint64_t>(e.storage_number) << 32 |
+         static_cast<uint64_t>(impl->device().index() + 1) << 24 | sizes.size() << 16 |
          static_cast<uint64_t>(e.dtype) << 8 | static_cast<uint64_t>(is_plain) << 3 |
          static_cast<uint64_t>(e.is_absent) << 2 |
          static_cast<uint64_t>(impl->is_non_overlapping_and_dense()) << 1 |

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "error.h"
+#include "gpu/programs.h"
 #include "plan.h"
 #include "shim.h"
 
@@ -29,14 +30,17 @@ of_plan *kernels() {
     return core;
 }
 
-constexpr int64_t kTried = 203; // whole vectors of every width, and a tail
+// Whole vectors of every width, and a tail; on a GPU, where there may be one other bit in some
+// thousand numbers, many of them.
+int64_t tried_on(const c10::Device &device) { return device.is_cpu() ? 203 : 16411; }
 
 // Numbers of all magnitudes, then some that operators treat apart. which: others for each operand.
-at::Tensor numbers(at::ScalarType dtype, unsigned which) {
-    at::Tensor made = at::empty({kTried}, at::TensorOptions().dtype(at::kDouble));
+at::Tensor numbers(at::ScalarType dtype, const c10::Device &device, unsigned which) {
+    const int64_t n = tried_on(device);
+    at::Tensor made = at::empty({n}, at::TensorOptions().dtype(at::kDouble));
     auto *x = made.mutable_data_ptr<double>();
     uint64_t state = 0x9E3779B97F4A7C15ull * (which + 1);
-    for (int64_t i = 0; i < kTried; i++) {
+    for (int64_t i = 0; i < n; i++) {
         state ^= state << 13, state ^= state >> 7, state ^= state << 17;
         const double unit = static_cast<double>(state >> 11) * 0x1p-53;
         const auto power = static_cast<int>(state % 24) - 16;
@@ -45,8 +49,8 @@ at::Tensor numbers(at::ScalarType dtype, unsigned which) {
     constexpr double inf = std::numeric_limits<double>::infinity();
     const double apart[] = {0.0, -0.0, inf, -inf, NAN, 1.0, -1.0, 1e-40, -3e-42, 5e-8};
     for (size_t i = 0; i < 40; i++)
-        x[static_cast<size_t>(kTried) - 1 - i * 5] = apart[(i * (which + 1) + which) % 10];
-    return dtype == at::kBool ? made.gt(0) : made.to(dtype);
+        x[static_cast<size_t>(n) - 1 - i * 5] = apart[(i * (which + 1) + which) % 10];
+    return (dtype == at::kBool ? made.gt(0) : made.to(dtype)).to(device);
 }
 
 bool same_bits(const at::Tensor &a, const at::Tensor &b) {
@@ -89,7 +93,8 @@ class Trial {
             return tensor;
         at::Tensor &its = instead[tensor.unsafeGetTensorImpl()];
         if (!its.defined())
-            its = numbers(tensor.scalar_type(), static_cast<unsigned>(instead.size()));
+            its = numbers(tensor.scalar_type(), tensor.device(),
+                          static_cast<unsigned>(instead.size()));
         if (tensor.dim() == 0 && its.dim() != 0 && !is_point)
             its = its[0].clone();
         return its;
@@ -112,7 +117,7 @@ class Trial {
                                 const Numbered &numbered) {
         const at::ScalarType dtype = instructions[0].dtype;
         std::map<uint32_t, at::Tensor> copies;
-        of_part part = {{}, kTried, *dtype_of(dtype), nullptr};
+        of_part part = {{}, tried_on(instructions[0].device), *dtype_of(dtype), nullptr};
         std::map<uint32_t, unsigned char> places;
         const auto place_of = [&](uint32_t number) {
             const auto next = static_cast<unsigned char>(places.size());
@@ -141,8 +146,12 @@ class Trial {
         if (const char *wrong = of_program_check(&program))
             fail(std::string("optfuse: an instruction can't be run: ") + wrong);
         part.program = &program;
-        run_programs({part});
-        return copies.at(instructions[0].to);
+        const at::Tensor &result = copies.at(instructions[0].to);
+        if (result.is_cpu())
+            run_programs({part});
+        else
+            run_on_gpu(program, result.device(), part.dtype, {entry_of(part)});
+        return result;
     }
 
     const Line &line;
@@ -159,19 +168,42 @@ void run_programs(const std::vector<of_part> &parts) {
     check(of_plan_run_programs(kernels(), parts.data(), parts.size()));
 }
 
+of_cuda_entry entry_of(const of_part &part) {
+    of_cuda_entry entry = {};
+    entry.param = part.memory[OF_REGISTER_PARAM];
+    entry.grad = part.memory[OF_REGISTER_GRAD];
+    if (entry.grad == nullptr) // the kernels want one
+        entry.grad = entry.param;
+    for (size_t i = 0; i < OF_MAX_STATE; i++)
+        entry.state[i] = part.memory[OF_REGISTER_STATE + i];
+    entry.n = static_cast<size_t>(part.numel);
+    return entry;
+}
+
 bool has_bits(const Line &line, uint32_t place, const std::vector<c10::IValue> &values,
               const std::vector<Instruction> &made) {
-    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType, bool>;
+    using Key = std::tuple<const Known *, of_operator, size_t, at::ScalarType, at::ScalarType, bool,
+                           int>;
     static std::mutex guards_all;
     static auto &all = *new std::map<Key, bool>;
     const std::lock_guard<std::mutex> lock(guards_all);
     const Instruction &first = made[0];
+    const c10::Device &device = first.device;
     const auto [at, is_new] = all.emplace(
-        Key{line.known, first.operation, made.size(), first.dtype, first.of_number, first.is_point},
+        Key{line.known, first.operation, made.size(), first.dtype, first.of_number, first.is_point,
+            device.index()},
         false);
-    if (is_new)
-        at->second = Trial(line, place, values, first.is_point).run();
-    return at->second;
+    if (!is_new)
+        return at->second;
+    const Relaxed relaxed;
+    const of_dtype dtype = dtype_of(first.dtype).value_or(OF_FLOAT32); // of booleans
+    bool has = false;
+    // An operator may not take such numbers at all.
+    const bool is_done = answers([&] {
+        has = (device.is_cpu() || prepare_programs(device, dtype)) &&
+              Trial(line, place, values, first.is_point).run();
+    });
+    return at->second = is_done && has;
 }
 
 } // namespace optfuse::recorded

@@ -18,11 +18,12 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-// Keys of a dense tensor on the CPU, and of nothing else. On a GPU operators run at once: they don't
-// wait there, and lines would lose the stream on which they are called.
+// Keys of a dense tensor on the CPU or a GPU, and of nothing else.
 const c10::DispatchKeySet kPlain = c10::DispatchKeySet(
-    {c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU,
-     c10::DispatchKey::AutocastCPU, kPendingKey});
+    {c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutocastCPU,
+     c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCUDA,
+     c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1,
+     c10::DispatchKey::AutocastPrivateUse1, c10::DispatchKey::ADInplaceOrView, kPendingKey});
 
 // Modes under which operators are more than what they compute.
 const c10::DispatchKeySet kModes =
@@ -177,7 +178,7 @@ class Called {
     bool may_be_on_tape(const at::Tensor &tensor) const {
         c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
         if ((impl->key_set().raw_repr() & ~kPlain.raw_repr()) != 0 || !impl->has_storage() ||
-            impl->is_inference())
+            impl->is_inference() || !(impl->is_cpu() || is_gpu(impl->device())))
             return false;
         c10::StorageImpl *storage = storage_of(impl);
         if (is_absent(storage))
@@ -185,19 +186,41 @@ class Called {
         return !is_others(tensor) && is_own(storage) && !is_shown(storage);
     }
 
-    // And more than counters, which nobody waits for.
-    bool has_plain_tensors() const {
-        bool has_any = false, are_small = true;
-        const bool are_plain = each([&](const at::Tensor &tensor) {
-            if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    // And more than counters, which nobody waits for. All on one device, but for numbers: what comes
+    // from another one the host may wait for.
+    bool has_plain_tensors() {
+        bool has_any = false, are_small = true, writes = false;
+        std::optional<c10::Device> device;
+        const auto is_plain = [&](const at::Tensor &tensor) {
+            const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+            if (impl->is_wrapped_number())
                 return true;
             has_any = true;
             if (!may_be_on_tape(tensor))
                 return false;
-            are_small &= is_small(storage_of(tensor.unsafeGetTensorImpl()));
+            are_small &= is_small(storage_of(impl));
+            if (impl->is_cpu() && impl->dim() == 0 && !writes)
+                return true;
+            if (!device)
+                device = impl->device();
+            return *device == impl->device();
+        };
+        for (size_t i = 0; i < n; i++) {
+            writes = k.writes[i];
+            if (!each_tensor(args()[i], is_plain))
+                return false;
+        }
+        return has_any && (!are_small || needs_lines() || writes_param()) && has_place(device);
+    }
+
+    // On a GPU its stream, which takes lines: what a graph captures runs at once.
+    bool has_place(const std::optional<c10::Device> &device) {
+        if (!device || device->is_cpu())
             return true;
-        });
-        return are_plain && has_any && (!are_small || needs_lines() || writes_param());
+        if (tape->is_watched())
+            tape->meets("works on a GPU");
+        stream = current_stream(device->index());
+        return cuda_library() != nullptr && (stream->capture == 0 || !OF_GUARD(recorded_capture));
     }
 
     bool writes_param() const {
@@ -231,14 +254,16 @@ class Called {
     bool record() {
         if (k.way == Way::WRITE && may_overlap() && OF_GUARD(recorded_overlap))
             return false;
-        if (k.elementwise)
+        // On lists PyTorch's operators for GPUs count no versions, where they don't take them one by one.
+        const bool counts = !(stream && k.of_lists && k.way == Way::WRITE);
+        if (k.elementwise && counts)
             if (auto results = forms_by_rule(tape, k, args())) {
-                put(std::move(*results));
+                put(std::move(*results), true);
                 return true;
             }
         if (!Learned::look_up(k, args()))
             return false;
-        if (!Learned::is_known() && tape->is_watched()) {
+        if (!Learned::is_known() && tape->is_watched() && !stream) {
             learn_beside();
             Learned::look_up(k, args());
         }
@@ -248,23 +273,36 @@ class Called {
         }
         if (!Learned::is_line())
             return false;
-        put(k.way == Way::MAKE ? Learned::results(tape) : std::vector<c10::IValue>());
+        put(k.way == Way::MAKE ? Learned::results(tape) : std::vector<c10::IValue>(),
+            Learned::counts());
         return true;
     }
 
-    void put(std::vector<c10::IValue> &&results) {
-        tape->begin_line();
+    void put(std::vector<c10::IValue> &&results, bool counts) {
+        tape->begin_line(stream);
         if (k.way == Way::WRITE)
-            tape->write(op, k, stack);
+            tape->write(op, k, stack, counts);
         else
             tape->make(op, k, stack, std::move(results));
     }
 
     void learn() {
         const std::vector<c10::IValue> given(args(), args() + n);
+        const auto version = [&] {
+            uint32_t its = 0;
+            for (size_t i = 0; i < n; i++)
+                if (k.writes[i])
+                    each_tensor(given[i], [&](const at::Tensor &tensor) {
+                        its = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+                        return false;
+                    });
+            return its;
+        };
+        const uint32_t before = version();
         run_at_once();
         const size_t results = op.schema().returns().size();
-        Learned::learn(k, given, stack->data() + stack->size() - results, results);
+        Learned::learn(k, given, stack->data() + stack->size() - results, results,
+                       version() != before);
     }
 
     // On other numbers: those that there are may be to come.
@@ -290,7 +328,7 @@ class Called {
         }
         Stack beside(given.begin(), given.end());
         op.callBoxed(beside);
-        Learned::learn(k, given, beside.data(), beside.size());
+        Learned::learn(k, given, beside.data(), beside.size(), true);
     }
 
     Tape *const tape;
@@ -300,6 +338,7 @@ class Called {
     const PassOn pass_on;
     const Known &k;
     const size_t n;
+    std::optional<of_stream> stream; // of a line on a GPU
 };
 
 } // namespace

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "recorded/schedule.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "error.h"
+#include "gpu/programs.h"
+#include "guard.h"
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
@@ -16,6 +21,13 @@
 
 namespace optfuse::recorded {
 namespace {
+
+void allocate(c10::StorageImpl *storage) {
+    const c10::OptionalDeviceGuard there(
+        is_gpu(storage->device()) ? std::optional<c10::Device>(storage->device()) : std::nullopt);
+    storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
+    unseal(storage);
+}
 
 // The storage of a result that a line has promised gets the memory of what its operator has made.
 void give_memory(const at::Tensor &to, at::Tensor &&made) {
@@ -31,8 +43,7 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
         unseal(storage);
         return;
     }
-    storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
-    unseal(storage);
+    allocate(storage);
     to.copy_(made);
 }
 
@@ -97,9 +108,8 @@ const Schedule *schedule_of(const std::vector<Line> &lines, const std::vector<c1
         return nullptr;
     }
     known.words += words.size();
-    auto &made = known.made[hash];
-    made = std::make_unique<Schedule>(compile(lines, values, numbered));
-    return made.get();
+    auto made = std::make_unique<Schedule>(compile(lines, values, numbered));
+    return (known.made[hash] = std::move(made)).get();
 }
 
 // More elements fill the threads by themselves, and what they need is not made at the same time.
@@ -113,6 +123,22 @@ struct Room {
     std::vector<of_program> programs;
     std::vector<of_part> batch;
 };
+
+struct Launch {
+    const of_program *program;
+    c10::Device device;
+    of_dtype dtype;
+    std::vector<of_cuda_entry> entries;
+};
+
+bool is_same(const of_program &a, const of_program &b) {
+    const auto is_same_one = [](const of_instruction &x, const of_instruction &y) {
+        return x.operation == y.operation && x.to == y.to && x.a == y.a && x.b == y.b &&
+               x.c == y.c && std::memcmp(&x.s, &y.s, sizeof x.s) == 0 &&
+               std::memcmp(&x.t, &y.t, sizeof x.t) == 0;
+    };
+    return a.code == b.code || std::equal(a.code, a.code + a.n, b.code, b.code + b.n, is_same_one);
+}
 
 class Run {
   public:
@@ -144,12 +170,11 @@ class Run {
 
   private:
     void put(const Group &group) {
-        if (group.waits || elements + group.numel > kMostInBatch)
+        if ((group.waits && OF_GUARD(recorded_launch)) || elements + group.numel > kMostInBatch)
             run_batch();
         for (const uint32_t number : group.makes) {
             const Entry &e = entries[number];
-            e.storage->set_data_ptr_noswap(e.storage->allocator()->allocate(e.storage->nbytes()));
-            unseal(e.storage);
+            allocate(e.storage);
             unmark(e.impl);
         }
         if (!group.is_as_before)
@@ -157,8 +182,25 @@ class Run {
         of_part part = {{}, group.numel, group.dtype, &programs.back()};
         for (size_t i = 0; i < group.memory.size(); i++)
             part.memory[i] = entries[group.memory[i]].memory();
+        if (!group.device.is_cpu()) {
+            if (group.writes != 0)
+                put_on_gpu(part, group.device);
+            return;
+        }
         batch.push_back(part);
         elements += group.numel;
+    }
+
+    // Groups of one program go in one launch, among which the last ones are looked at.
+    void put_on_gpu(const of_part &part, const c10::Device &device) {
+        constexpr std::ptrdiff_t kLast = 8;
+        const auto n = static_cast<std::ptrdiff_t>(launches.size());
+        auto found = std::find_if(launches.end() - std::min(n, kLast), launches.end(), [&](const Launch &one) {
+            return one.device == device && one.dtype == part.dtype && is_same(*one.program, *part.program);
+        });
+        if (found == launches.end())
+            found = launches.insert(found, {part.program, device, part.dtype, {}});
+        found->entries.push_back(entry_of(part));
     }
 
     void put_program(const Group &group) {
@@ -178,6 +220,9 @@ class Run {
             run_programs(batch);
         batch.clear();
         elements = 0;
+        for (const Launch &one : launches)
+            run_on_gpu(*one.program, one.device, one.dtype, one.entries);
+        launches.clear();
     }
 
     // Lines that are done need nothing any more.
@@ -199,21 +244,14 @@ class Run {
     Tape *const tape;
     std::vector<of_instruction> &code;
     std::vector<of_program> &programs;
-    std::vector<of_part> &batch;
+    std::vector<of_part> &batch;  // on the CPU
+    std::vector<Launch> launches; // on GPUs
     int64_t elements = 0; // of the batch
 };
 
 bool is_same_place(const Entry &e, const c10::TensorImpl *impl) {
     return e.storage == storage_of(impl) && e.offset == impl->storage_offset() &&
            equal(e.impl->sizes(), impl->sizes()) && equal(e.impl->strides(), impl->strides());
-}
-
-bool is_same(const std::vector<of_instruction> &a, const std::vector<of_instruction> &b) {
-    return a.size() == b.size() &&
-           std::equal(a.begin(), a.end(), b.begin(), [](const auto &x, const auto &y) {
-               return x.operation == y.operation && x.to == y.to && x.a == y.a && x.b == y.b &&
-                      x.c == y.c && x.s == y.s && x.t == y.t;
-           });
 }
 
 // Results that will never be made are no part of the tape any more, and have no address.
@@ -255,6 +293,7 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
             places[i] = OF_REGISTER_GRAD;
         } else if (e.is_absent || state->size() == OF_MAX_STATE ||
                    e.impl->dtype() != param->dtype() ||
+                   !equal(e.impl->sizes(), param->sizes()) ||
                    !equal(e.impl->strides(), param->strides())) {
             return nullptr;
         } else {
@@ -273,7 +312,8 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
     if (of_program_check(&core) != nullptr)
         return nullptr;
     code.resize(of_program_fuse(code.data(), code.size()));
-    if (before && is_same(before->code, code))
+    core.n = code.size();
+    if (before && is_same(before->core, core))
         return before;
     const auto made = std::make_shared<Program>();
     made->code = std::move(code);

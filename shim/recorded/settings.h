@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// settings.h: what the bits of PyTorch's operators depend on beside their arguments. A line runs
-// under the settings of the moment when step() called its operator.
+// settings.h: what the bits of PyTorch's operators depend on beside their arguments, and where GPUs
+// run them. A line runs under the settings of the moment when step() called its operator.
 #pragma once
 
 #include <ATen/Context.h>
 #include <omp.h>
 
+#include <vector>
+
 #include "floating.h"
+#include "gpu/device.h"
 
 namespace optfuse::recorded {
 
@@ -44,6 +47,48 @@ class WithSettings {
   private:
     const Settings before;
     const bool is_other;
+};
+
+// The streams on which operators were called, one for each device.
+class Streams {
+  public:
+    // Whether these operators and one on that stream run on one stream of each device.
+    bool have_room_for(const of_stream &stream) const {
+        for (const of_stream &its : all)
+            if (its.device == stream.device)
+                return its.id == stream.id;
+        return true;
+    }
+    void put(const of_stream &stream) {
+        for (const of_stream &its : all)
+            if (its.device == stream.device)
+                return;
+        all.push_back(stream);
+    }
+    std::vector<of_stream> all;
+};
+
+// As long as one exists, these are this thread's current ones.
+class WithStreams {
+  public:
+    explicit WithStreams(const Streams &streams) {
+        for (const of_stream &stream : streams.all) {
+            const of_stream now = current_stream(stream.device);
+            if (now.id == stream.id)
+                continue;
+            before.push_back(now);
+            gpu_host.exchange(nullptr, &stream);
+        }
+    }
+    ~WithStreams() {
+        for (const of_stream &stream : before)
+            gpu_host.exchange(nullptr, &stream);
+    }
+    WithStreams(const WithStreams &) = delete;
+    WithStreams &operator=(const WithStreams &) = delete;
+
+  private:
+    std::vector<of_stream> before;
 };
 
 } // namespace optfuse::recorded

@@ -57,7 +57,8 @@ at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
                  : at::detail::computeStorageNbytes(sizes, strides, element);
     auto storage = c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(), bytes,
-        c10::DataPtr(nullptr, context(), forget_absent, device), c10::GetAllocator(device.type()), true);
+        c10::DataPtr(nullptr, context(), forget_absent, device),
+        device.is_cpu() ? c10::GetAllocator(c10::kCPU) : gpu_allocator(device), true);
     seal(storage.get());
     const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
     at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
@@ -80,22 +81,25 @@ void Tape::drop_garbage() {
     of_interpreter.give_gil(state);
 }
 
-void Tape::begin_line() {
+void Tape::begin_line(const std::optional<of_stream> &stream) {
     const Settings now;
     if (!lines.empty() && !(now == settings) && OF_GUARD(recorded_settings)) {
         meets("changes settings such as the number of threads");
         play();
     }
-    if (lines.size() >= kMostLines && kind == Kind::PLAIN)
+    if ((lines.size() >= kMostLines && kind == Kind::PLAIN) ||
+        (stream && !streams.have_room_for(*stream) && OF_GUARD(recorded_stream)))
         play();
     if (garbage.size() >= kMostLines)
         drop_garbage();
     settings = now;
+    if (stream)
+        streams.put(*stream);
 }
 
-void Tape::seal_written(const at::Tensor &tensor) {
+void Tape::seal_written(const at::Tensor &tensor, bool is_counted) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    if (!is_ahead() || is_absent(storage_of(impl)))
+    if (is_counted && (!is_ahead() || is_absent(storage_of(impl))))
         impl->bump_version();
     if (is_ahead()) {
         written.insert(storage_of(impl));
@@ -156,12 +160,13 @@ uint32_t Tape::take_arguments(const Known &k, torch::jit::Stack *stack) {
     return first;
 }
 
-void Tape::write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack) {
+void Tape::write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
+                 bool is_counted) {
     const uint32_t first = take_arguments(k, stack);
     for (size_t i = 0; i < k.n; i++)
         if (k.writes[i])
-            each_tensor(values[first + i], [this](const at::Tensor &tensor) {
-                seal_written(tensor);
+            each_tensor(values[first + i], [this, is_counted](const at::Tensor &tensor) {
+                seal_written(tensor, is_counted);
                 return true;
             });
     for (const size_t i : k.returned)
@@ -257,6 +262,7 @@ void Tape::play() {
     if (lines.empty())
         return;
     counts.plays++;
+    const Streams its_streams = std::exchange(streams, {});
     std::vector<Line> now;
     std::vector<c10::IValue> its;
     Settings when;
@@ -269,6 +275,7 @@ void Tape::play() {
     // Versions were counted when the lines were written.
     const PlainMode plain;
     const WithSettings as_called(when);
+    const WithStreams where_called(its_streams);
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
     run_lines(now, its, this);
     for (c10::IValue &value : its)

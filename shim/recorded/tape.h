@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -63,12 +64,13 @@ class Tape {
     const std::string &met() const { return first_met; }
     bool is_empty() const { return lines.empty(); }
     // Takes n arguments from the end of the stack, and the results' place there. The values that a
-    // line writes count as changed from here on.
-    void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack);
+    // line writes count as changed from here on, and have other versions where stock counts them.
+    void write(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
+               bool is_counted);
     void make(const c10::OperatorHandle &op, const Known &k, torch::jit::Stack *stack,
               std::vector<c10::IValue> &&results);
-    // Lines that come now have the present settings.
-    void begin_line();
+    // A line that comes now has the present settings; stream: of one on a GPU.
+    void begin_line(const std::optional<of_stream> &stream);
     // Whether a line reads or writes this storage.
     bool touches(const c10::StorageImpl *storage);
     // Whether it has to run before somebody reads the storage, or writes to it.
@@ -113,11 +115,12 @@ class Tape {
     bool is_in_backward() const;
 
   private:
-    void seal_written(const at::Tensor &tensor);
+    void seal_written(const at::Tensor &tensor, bool is_counted);
     void seal_read(const at::Tensor &tensor);
     uint32_t take_arguments(const Known &k, torch::jit::Stack *stack);
 
     Settings settings; // of all lines
+    Streams streams;
     std::vector<Line> lines;
     std::vector<c10::IValue> values;
     std::vector<c10::Storage> sealed, write_sealed;
@@ -168,7 +171,9 @@ template <typename Work> bool each_tensor(const c10::IValue &value, const Work &
 torch::jit::Stack arguments_of(const Line &line, const std::vector<c10::IValue> &values);
 
 // A counter or the like, which scripts may look at between lines at no cost.
-inline bool is_small(const c10::StorageImpl *storage) { return storage->nbytes() <= 8; }
+inline bool is_small(const c10::StorageImpl *storage) {
+    return storage->nbytes() <= 8 && storage->device_type() == c10::kCPU;
+}
 
 template <typename Work>
 bool each_tensor(const c10::IValue *values, size_t n, const Work &work) {

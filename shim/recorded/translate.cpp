@@ -89,7 +89,9 @@ class Translation {
                 like = item(0).toTensor().unsafeGetTensorImpl();
         }
         made.dtype = like->dtype().toScalarType();
-        const bool may_be = (is_of_masks || dtype_of(made.dtype)) && like->is_cpu() &&
+        made.device = like->device();
+        const bool may_be = (is_of_masks || dtype_of(made.dtype)) && has_place() &&
+                            (like->is_cpu() || like->dim() != 0) &&
                             like->is_non_overlapping_and_dense() &&
                             equal(like->sizes(), to.toTensor().sizes()) &&
                             equal(like->strides(), to.toTensor().strides());
@@ -100,12 +102,21 @@ class Translation {
             second->to = second->from[0] = made.to;
             second->n_from = 1;
             second->dtype = made.dtype;
+            second->device = made.device;
             all.push_back(*second);
         }
         return all;
     }
 
   private:
+    bool is_on_gpu() const { return !like->is_cpu(); }
+
+    // Lists of several dtypes PyTorch's operators for GPUs take one by one, which rounds otherwise.
+    bool has_place() const {
+        return !is_on_gpu() || !line.known->of_lists ||
+               like->dtype() == values[line.first].toListRef()[0].toTensor().dtype();
+    }
+
     bool is_narrow() const { return like->dtype().itemsize() == 2; }
 
     // An argument, from n on a result; of a list the element at the place.
@@ -172,8 +183,17 @@ class Translation {
     }
 
     bool is(of_operator operation) {
-        made.operation = operation;
+        made.operation = is_on_gpu() && line.known->of_lists ? of_lists(operation) : operation;
         return true;
+    }
+
+    // On GPUs some operators on lists round otherwise than those on one tensor.
+    of_operator of_lists(of_operator operation) const {
+        if (operation == OF_OPERATOR_div_number && values[line.first + 1].isList())
+            return OF_OPERATOR_div_number_list;
+        return operation == OF_OPERATOR_maximum   ? OF_OPERATOR_maximum_list
+               : operation == OF_OPERATOR_minimum ? OF_OPERATOR_minimum_list
+                                                  : operation;
     }
 
     bool by_name() {
@@ -263,7 +283,7 @@ class Translation {
     bool product(of_operator of_two, of_operator with_number, of_operator number_first) {
         if (is_tensor(0) && is_tensor(1))
             return take(0) && take(1) && is(of_two);
-        if (line.known->of_lists && is_narrow()) // numbers are rounded first
+        if (line.known->of_lists && is_narrow() && !is_on_gpu()) // numbers are rounded first
             return false;
         const size_t tensor = is_tensor(0) ? 0 : 1;
         return take(tensor) && take_number(1 - tensor, &made.s) &&
@@ -288,13 +308,15 @@ class Translation {
                is(OF_OPERATOR_number_add);
     }
 
-    // Most powers are a library's on the CPU.
+    // Most powers are a library's on the CPU, and on GPUs those of lists.
     bool power() {
+        if (is_on_gpu() && line.known->of_lists)
+            return false;
         const auto exponent = is_tensor(0) ? known_number(1, NAN) : std::nullopt;
         const auto operation = exponent ? found_in(kPowers, *exponent) : std::nullopt;
-        if (!operation || (is_narrow() && *operation == OF_OPERATOR_rsqrt))
+        if (!operation || (is_narrow() && *operation == OF_OPERATOR_rsqrt && !is_on_gpu()))
             return false;
-        const bool is_half = like->dtype().toScalarType() == at::kHalf;
+        const bool is_half = like->dtype().toScalarType() == at::kHalf && !is_on_gpu();
         return (!is_half || *operation == OF_OPERATOR_square || *operation == OF_OPERATOR_copy) &&
                take(0) && is(*operation);
     }
@@ -308,7 +330,7 @@ class Translation {
     // PyTorch's scalar code computes; our kernels have one tail.
     bool has_its_bits() const {
         const int64_t numel = like->numel(), threads = thread_count();
-        if (numel < kSharedOut || threads == 1)
+        if (numel < kSharedOut || threads == 1 || is_on_gpu())
             return true;
         const int64_t parts = std::min(threads, (numel + kSharedOut - 1) / kSharedOut);
         const int64_t part = (numel + parts - 1) / parts;

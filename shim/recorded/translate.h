@@ -28,6 +28,7 @@ struct Number {
 struct Instruction {
     of_operator operation;
     at::ScalarType dtype;      // of the computation: booleans are 0 and 1
+    c10::Device device = c10::kCPU;
     at::ScalarType of_number = at::kLong; // the dtype of a tensor that s or t is read from
     bool is_point = false;     // its tensors have no dimensions
     uint32_t to, from[3] = {}; // numbers of tensors

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from harness import MODES, On, common, scenario
+from recorded_classes import KINDS
 from torch import Tensor, nn
 
 import optfuse
@@ -101,6 +102,29 @@ def whole_iterations(on: On, limit: float | None = None) -> None:
         yield from common.everything(one.model, one.optimizer)
 
     on.same(script, prove=False)
+
+
+@scenario(devices=CUDA, modes=("forward",))
+def recorded_steps_in_a_graph(on: On) -> None:
+    """Nothing is recorded in a capture: its operators run at once."""
+    for name in ("Elementwise", "Capturable", "CapturableLists"):
+
+        def script(wrap: Any, name: str = name) -> Any:
+            def wrapped(optimizer: Any) -> Any:
+                return wrap(optimizer, recorded=True)
+
+            one = Iteration(on, wrapped, KINDS[name])
+            one.warm_up()
+            graph = one.capture()
+            for i in range(STEPS):
+                one.load(10 + i)
+                graph.replay()
+                yield f"loss of {name}", one.loss
+            one.load(0)
+            one.run()
+            yield from common.everything(one.model, one.optimizer)
+
+        on.same(script, prove=False)
 
 
 @scenario(devices=CUDA)

@@ -128,11 +128,12 @@ CALLS = ("quick", "full", "deep")
 def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts, and the seconds that are kept for each by those before it."""
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
-    full = [(operators, 60.0), (bits, 150.0), (transparency, 100.0), (controls, 45.0)]
+    full = [(operators, 60.0), (recorded, 40.0), (bits, 150.0), (transparency, 100.0)]
+    full += [(controls, 45.0)]
     full += [(random_programs, 40.0)]
     deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
     deep += [(traced_times, 30.0), (layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
-    short = [*quick, *full[2:]]
+    short = [*quick, *full[3:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
 
@@ -237,6 +238,11 @@ def bits(plan: Plan) -> Part:
 def operators(plan: Plan) -> Part:
     """Four scenarios, each in a process of its own."""
     return scenarios(plan, "operators", "operators of programs", 120.0, most=4)
+
+
+@on_gpu
+def recorded(plan: Plan) -> Part:
+    return scenarios(plan, "recorded", "recorded steps", 90.0, most=4)
 
 
 def transparency(plan: Plan) -> Part:

@@ -25,6 +25,7 @@ import own_rules  # noqa: F401
 import products  # noqa: F401
 import program_operators  # noqa: F401
 import reads  # noqa: F401
+import recorded  # noqa: F401
 import streams  # noqa: F401
 import torch
 import traced  # noqa: F401
@@ -34,6 +35,7 @@ from harness import FAILED, On, Outcome, Scenario, play
 PARTS = {
     "bits": ("bits", "traced", "products", "own_rules"),  # the longest last
     "operators": ("program_operators",),
+    "recorded": ("recorded",),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }
 ODD = "no scenario was run"

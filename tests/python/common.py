@@ -33,7 +33,7 @@ from optfuse._options import is_recorded
 warnings.filterwarnings("error", r"optfuse: fuse\(\) will lose", DeprecationWarning)
 
 HERE = Path(__file__).parent
-FUSE = ("eager", "strict", "bucket_bytes")  # options of fuse() in both modes
+FUSE = ("eager", "strict", "bucket_bytes", "recorded")  # options of fuse() in both modes
 NONE = torch.zeros((), dtype=torch.bool)
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Inductor's C++ includes it.

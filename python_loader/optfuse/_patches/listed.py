@@ -39,6 +39,7 @@ class Private:
 _RAW = "gives raw memory to whoever asks, without an operator: launch what is pending first"
 _SAVED = "TorchScript reads the memory of a whole module in C++: launch what is pending first"
 _GRAPH = "a CUDA graph records and replays raw memory: launch what is pending first"
+_ORDER = "a step() that is recorded has yet to put its operators on the stream: it does so first"
 _PROFILER = "a profiler that notes addresses asks the tensors past the dispatcher"
 _CLIPS = "on parameters of fused optimizers it does all in one call of the library"
 _CLIP = "torch.nn.utils.clip_grad"
@@ -71,6 +72,22 @@ PATCHES = (
             "it takes the dispatch key of a pending tensor for a device: give it another tensor",
         )
         for name in ("new", "new_tensor")
+    ),
+    *(
+        Patch(f"torch.{name}", _ORDER, optional=True)
+        for name in (
+            "Event.record",
+            *(f"Stream.{way}" for way in ("record_event", "wait_stream", "synchronize", "query")),
+            "_C._CudaEventBase.record",
+            "_C._CudaStreamBase.synchronize",
+            "_C._CudaStreamBase.query",
+            "_C._cuda_synchronize",
+            "_C._accelerator_synchronizeDevice",
+        )
+    ),
+    Patch(
+        "torch.autograd.Variable._execution_engine.run_backward",
+        "the engine's threads for GPUs read what a step() that is recorded has yet to compute",
     ),
     Patch("torch._C.ScriptModule.save", _SAVED),
     Patch("torch._C.ScriptModule.save_to_buffer", _SAVED),

@@ -36,15 +36,37 @@ def _key() -> Any:
 
 
 _recorded = False  # some optimizer's step() is
+#: An event stands for what is on a stream by then, and who waits for a stream may free memory
+#: that it has used. A backward pass works on threads of its own for each GPU.
+_ORDERS = (
+    (torch.Event, ("record",)),
+    (torch.Stream, ("record_event", "wait_stream", "synchronize", "query")),
+    (getattr(torch._C, "_CudaEventBase", None), ("record",)),
+    (getattr(torch._C, "_CudaStreamBase", None), ("synchronize", "query")),
+    (torch._C, ("_cuda_synchronize", "_accelerator_synchronizeDevice")),
+    (torch.autograd.Variable._execution_engine, ("run_backward",)),
+)
 
 
 def watch_recorded() -> None:
-    """A step() that is recorded is to come: its lines run before somebody has an address."""
+    """A step() that is recorded is to come: its lines run before somebody has an address, and
+    before somebody asks what is on a stream."""
     global _recorded
+    if _recorded:
+        return
     watch = lib_with_gil.of_shim_watch_attributes
-    if not _recorded and watch(*_IN_A_STEP, object.__basicsize__) != OK:
+    if watch(*_IN_A_STEP, object.__basicsize__) != OK:
         raise Error(f"optfuse: {message()}")
+    for owner, names in _ORDERS:
+        for name in names:
+            if not isinstance(owner, type) or name in vars(owner):  # and no base class's
+                call_first(owner, name, _play_first)
     _recorded = True
+
+
+def _play_first(*_: Any, **__: Any) -> None:
+    if guard("recorded_order"):
+        play_recorded()
 
 
 def _is_recording() -> bool:

@@ -100,7 +100,7 @@ def call_first(owner: Any, name: str, work: Callable[..., Any]) -> None:
 
 def is_replaced(function: Any) -> bool:
     """Whether another function takes its place, or comes before it."""
-    return hasattr(function, "__wrapped__") or any(function is known for known in _called_later)
+    return hasattr(function, "__wrapped__") or any(function == known for known in _called_later)
 
 
 def _stock(function: Any) -> Any:

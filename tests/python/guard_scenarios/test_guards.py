@@ -68,6 +68,10 @@ ELSEWHERE = {
     "dw_join": "tests/device/test_side_stream.py",
     "dw_state": "tests/device/test_side_stream.py",
     "dw_unpack": "tests/device/test_side_stream.py",
+    "recorded_capture": "tests/device/test_gpu_recorded.py",
+    "recorded_launch": "tests/device/test_gpu_recorded.py",
+    "recorded_order": "tests/device/test_gpu_recorded.py",
+    "recorded_stream": "tests/device/test_gpu_recorded.py",
 }
 
 

@@ -5,6 +5,7 @@ changed them is told so."""
 import pytest
 import torch
 from common import python, python_ok
+from recorded_classes import OldStyle
 
 import optfuse
 from optfuse._patches import listed, replacing
@@ -72,6 +73,7 @@ def test_another_function_for_sharded_parameters_is_noticed(patch, monkeypatch):
 @pytest.mark.parametrize("patch", listed.PATCHES, ids=lambda patch: patch.target)
 def test_a_listed_function_is_replaced_by_the_first_fuse(patch):
     optfuse.fuse(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    optfuse.fuse(OldStyle([torch.nn.Parameter(torch.ones(1))]), recorded=True)
     function = replacing.find(patch.target)
     if patch.optional and (function is None or "CUDAGraph" in patch.target):
         pytest.skip("this build has none, or no use for it")

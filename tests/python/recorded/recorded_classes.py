@@ -275,3 +275,39 @@ class Settings(Base):
         torch.set_flush_denormal(False)
         p.sub_(p.grad, alpha=group["lr"])
         state.update(tiny=tiny * 1, flushed=flushed * 1)
+
+
+@kind
+class Capturable(Base):
+    """Counters and the rate on the GPU, of which no number is looked at."""
+
+    def one(self, p, group, state):
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=p.device)
+        state["step"] += 1
+        state["m"].lerp_(p.grad, 0.1)
+        correction = 1 - torch.pow(0.9, state["step"])
+        p.addcdiv_(state["m"] / correction, p.grad.square().sqrt_().add_(1e-3), value=-group["lr"])
+
+
+@kind
+class CapturableLists(Base):
+    def step(self, closure=None):
+        with torch.no_grad():
+            params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+            for device in {p.device for p in params}:
+                self.some([p for p in params if p.device == device])
+
+    def some(self, params):
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(m=torch.zeros_like(p), t=torch.zeros((), device=p.device))
+        grads, steps = [p.grad for p in params], [self.state[p]["t"] for p in params]
+        means = [self.state[p]["m"] for p in params]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 0.1)
+        roots = torch._foreach_add(torch._foreach_abs(means), 1.0)
+        torch._foreach_div_(roots, torch._foreach_sqrt(steps))
+        torch._foreach_div_(roots, [3.0 + i for i in range(len(params))])
+        torch._foreach_maximum_(roots, torch._foreach_abs(grads))
+        torch._foreach_addcdiv_(params, means, roots, -0.1)
