@@ -80,9 +80,9 @@ def fuse(
     optimizer: one of torch.optim but LBFGS and SparseAdam, or of a class named to
         register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
         float32, float64, bfloat16 or float16. Where there are no kernels for it its own
-        step() is recorded, in forward mode and on the CPU over any parameters; else the
-        update runs torch's operators as the class's step() does, or that
-        step() itself, on one parameter. It may be in a wrapper of Accelerate or Lightning.
+        step() is recorded, on the CPU over any parameters; else the update runs torch's
+        operators as the class's step() does, or that step() itself, on one parameter. It
+        may be in a wrapper of Accelerate or Lightning.
     mode: optfuse.Forward(...), or "forward" for its defaults: updates run at the first use of
         what they change, usually in the next forward pass; any training loop works.
         optfuse.Backward(...), or "backward": inside backward(), and gradients are freed.
@@ -105,9 +105,9 @@ def fuse(
         numbers. It is done where a trial on this machine finds the same bits and no loss of time,
         for embeddings always (docs/promises.md). "off": no gradient is a promise. None: what the
         environment says, OPTFUSE_PRODUCTS, or else "auto".
-    recorded: in forward mode an optimizer without kernels runs its own step(), whose operators are
-        recorded and run together before step() returns (docs/any-optimizer.md). False: it is
-        traced instead (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else
+    recorded: an optimizer without kernels runs its own step(), whose operators are recorded: in
+        forward mode they run together before step() returns, in backward mode those of a parameter
+        when its gradient is there (docs/any-optimizer.md). False: it is traced instead (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else
         yes for parameters on the CPU.
     old: the keywords of the last release, with a DeprecationWarning.
 
@@ -125,7 +125,7 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if can_record(optimizer, mode) and is_asked(recorded, optimizer, mode):
+    if can_record(optimizer, mode) and is_asked(recorded, optimizer):
         if isinstance(mode, Forward):
             return fuse_recorded(optimizer, mode, eager)
         check_params(optimizer.param_groups)

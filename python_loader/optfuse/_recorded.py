@@ -144,15 +144,12 @@ class Step:
         )
 
 
-def is_asked(recorded: bool | None, optimizer: Optimizer, mode: Forward | Backward) -> bool:
-    """In backward mode, and where parameters are on GPUs, nothing is recorded yet unless it is
-    said."""
+def is_asked(recorded: bool | None, optimizer: Optimizer) -> bool:
+    """Where parameters are on GPUs nothing is recorded yet unless it is said."""
     if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
         recorded = said != "0"
     if recorded is None:
-        return isinstance(mode, Forward) and not any(
-            is_gpu(param.device) for param in parameters_of(optimizer)
-        )
+        return not any(is_gpu(param.device) for param in parameters_of(optimizer))
     return recorded
 
 

@@ -36,9 +36,9 @@ _LATE = (
     f"after step(), or {_FORWARD}"
 )
 _UNEXPECTED = (
-    "optfuse: backward fusion has called the class's own step() at the first gradient of a backward "
-    "pass, as if the same parameters got one as in the step before; but {} {}. Its update is left "
-    f"out, the others are made, and the next step() confirms them. {_FORWARD[0].upper()}"
+    "optfuse: backward fusion has called the class's own step() at the first gradient of a "
+    "backward pass, as if the same parameters got one as in the step before; but {} {}. Its update "
+    f"is left out, the others are made, and the next step() confirms them. {_FORWARD[0].upper()}"
     f"{_FORWARD[1:]}, or run backward() to its end before step()"
 )
 _CALLED = (
@@ -158,8 +158,7 @@ class Recorded(Updater):
             self._end()
 
     def give_up(self, optimizer: Optimizer) -> None:
-        """step() has run ahead, and its updates are not wanted. Raises optfuse.Error if one has been
-        made."""
+        """A step() that has run ahead is not wanted; once an update is made, it stays."""
         if self._run is None or lib.of_shim_unconfirmed(self._plan):
             return
         self._end()
@@ -215,8 +214,8 @@ class Recorded(Updater):
 
 
 class Run:
-    """A step() that has run ahead of its gradients. What it has made of state, options and attributes
-    appears when step() is called."""
+    """A step() that has run ahead of its gradients. What it has made of state, options and
+    attributes appears when step() is called."""
 
     result: Any = None
 
@@ -308,7 +307,8 @@ class _Snapshot:
             elif _are_same(known[values : values + n], self._state[values : values + n]):
                 continue
             if isinstance(entry, dict):
-                items = dict(zip(self._state[i + 3 : values], self._state[values : values + n]))
+                names, after = self._state[i + 3 : values], self._state[values : values + n]
+                items = dict(zip(names, after, strict=True))
                 if entry.keys() != items.keys():
                     entry.clear()
                 entry.update(items)
@@ -359,8 +359,8 @@ def _but(value: Any, known: set[int]) -> Any:
 
 
 def _noted(value: Any) -> Any:
-    """Numbers can't change, and other objects are told by their identity; small tensors by what is in
-    them, since a write through .data leaves their version as it is."""
+    """Numbers can't change, and other objects are told by their identity; small tensors by what is
+    in them, since a write through .data leaves their version as it is."""
     if isinstance(value, Tensor):
         is_small = value.device.type == "cpu" and value.numel() <= 1024
         return value.detach().clone() if is_small else _Version(id(value), value._version)
