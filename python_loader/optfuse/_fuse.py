@@ -107,8 +107,9 @@ def fuse(
         environment says, OPTFUSE_PRODUCTS, or else "auto".
     recorded: an optimizer without kernels runs its own step(), whose operators are recorded: in
         forward mode they run together before step() returns, in backward mode those of a parameter
-        when its gradient is there (docs/any-optimizer.md). False: it is traced instead (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else
-        yes for parameters on the CPU.
+        when its gradient is there (docs/any-optimizer.md). False: it is traced instead
+        (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else yes for
+        parameters on the CPU.
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises
