@@ -127,17 +127,7 @@ def fuse(
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
     if can_record(optimizer, mode) and is_asked(recorded, optimizer):
-        if isinstance(mode, Forward):
-            return fuse_recorded(optimizer, mode, eager)
-        check_params(optimizer.param_groups)
-        _process.start()
-        raw_memory.watch_recorded()
-        options = _options(optimizer, mode, eager, bucket_bytes)
-        if mode.ddp is not None:
-            options = replace(options, reduction=reduction_of(mode.ddp, Reduction))
-        return become_fused(
-            optimizer, replace(options, products=products or products_asked()), RECORDED
-        )
+        return _fuse_recorded(optimizer, mode, eager, bucket_bytes, products)
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
@@ -156,6 +146,26 @@ def fuse(
     link_of(optimizer).gpu_bits_differ = tuple(differ)
     link_of(optimizer).ledger.watch(optimizer)
     return optimizer
+
+
+def _fuse_recorded(
+    optimizer: OptimizerT,
+    mode: Forward | Backward,
+    eager: Iterable[Tensor],
+    bucket_bytes: int,
+    products: str | None,
+) -> OptimizerT:
+    """None of the class's code runs."""
+    if isinstance(mode, Forward):
+        return fuse_recorded(optimizer, mode, eager)
+    check_params(optimizer.param_groups)
+    _process.start()
+    raw_memory.watch_recorded()
+    options = _options(optimizer, mode, eager, bucket_bytes)
+    options = replace(options, products=products or products_asked())
+    if mode.ddp is not None:
+        options = replace(options, reduction=reduction_of(mode.ddp, Reduction))
+    return become_fused(optimizer, options, RECORDED)
 
 
 def _options(

@@ -117,7 +117,7 @@ class Step:
         stock_clip_grad_norm_(params, self.max_grad_norm, foreach=False if negated else None)
 
     def state_of_owner(self) -> Any:
-        """What is pickled, or copied: stock's."""
+        """The attributes that are pickled, or copied: stock's."""
         optimizer = self.owner()
         state = type(optimizer).__getstate__(optimizer)  # type: ignore[attr-defined]
         if state is not None and RECORDED in state:  # all attributes

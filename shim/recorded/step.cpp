@@ -73,7 +73,7 @@ class NoCollection {
 
 thread_local Counts last = {};
 
-// What can't be done before its gradients are there. False: this thread's error says why.
+// For what can't be done before its gradients are there. False: this thread's error says why.
 bool play_for(const char *what) {
     const GilGivenUp given_up;
     return answers([what] {
@@ -299,7 +299,7 @@ void leave_to_step(int64_t address, std::string why) {
     plan_at(address).ahead->why = std::move(why);
 }
 
-// What updates of this step read and write beside parameters and gradients.
+// The tensors that updates of this step read and write beside parameters and gradients.
 std::vector<at::Tensor> tensors_ahead(int64_t address) {
     std::vector<at::Tensor> found;
     for (const Slot *slot : plan_at(address).slots) {

@@ -53,7 +53,7 @@ _KEPT = (
 
 
 def _count_references() -> tuple[int, int]:
-    """Of a gradient that only its parameter has, and of one that is in a list, too."""
+    """Those of a gradient that only its parameter has, and of one that is in a list, too."""
     param = torch.nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
     alone = sys.getrefcount(param.grad)
@@ -327,7 +327,7 @@ def _are_same(known: Any, found: Any) -> bool:
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What step() may have read beside state, as it is now."""
+    """All that step() may have read beside state, as it is now."""
     options = {
         f"the option {name!r} of group {i}": _noted(value)
         for i, group in enumerate(optimizer.param_groups)
