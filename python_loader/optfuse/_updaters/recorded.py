@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -295,23 +296,35 @@ class _Snapshot:
             self._restore_state(own["state"], now)
 
     def _restore_state(self, state: dict[Any, Any], now: _Snapshot | None) -> None:
-        known = None if now is None else now._state
-        if known is None or len(known) != len(self._state):
-            state.clear()
-            known = None
+        if now is not None and self._restore_values(now):
+            return
+        state.clear()
         for i, n in self._entries():
             key, entry = self._state[i : i + 2]
-            values = i + 3 + n
-            if known is None or known[i] is not key or known[i + 1] is not entry:
-                state[key] = entry
-            elif _are_same(known[values : values + n], self._state[values : values + n]):
-                continue
+            state[key] = entry
             if isinstance(entry, dict):
-                names, after = self._state[i + 3 : values], self._state[values : values + n]
-                items = dict(zip(names, after, strict=True))
-                if entry.keys() != items.keys():
-                    entry.clear()
-                entry.update(items)
+                values = i + 3 + n
+                names = self._state[i + 3 : values]
+                entry.clear()
+                entry.update(zip(names, self._state[values : values + n], strict=True))
+
+    def _restore_values(self, now: _Snapshot) -> bool:
+        """False: entries have other keys, or not all the same number of them."""
+        mine, its = self._state, now._state
+        n = mine[2] if mine else 0
+        size = 3 + 2 * n
+        if len(mine) != len(its) or not all(map(is_, mine[2::size], repeat(n))):
+            return False  # (small integers are the same objects)
+        same = list(map(is_, mine, its))
+        places, i = [], -1
+        for _ in range(same.count(False)):
+            i = same.index(False, i + 1)
+            if i % size < 3 + n:
+                return False
+            places.append(i)
+        for i in places:
+            mine[i - i % size + 1][mine[i - n]] = mine[i]
+        return True
 
     def take_entry(self, other: _Snapshot, param: Tensor) -> None:
         mine = [(i, i + 3 + 2 * n) for i, n in self._entries() if self._state[i] is param]
