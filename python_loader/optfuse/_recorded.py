@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse import _process
+from optfuse import _process, _shared_state
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.modes import Backward, Forward
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
@@ -179,6 +179,7 @@ def _record(
     step = Step(optimizer, max_grad_norm, eager)
     ours = step, step, step.state_of_owner, step.copy_of_owner
     optimizer.__dict__.update(zip(_OURS, ours, strict=True))
+    _shared_state.fused[id(optimizer)] = optimizer
     return optimizer
 
 

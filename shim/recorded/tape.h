@@ -37,7 +37,8 @@ struct Counts {
 // A small tensor that an operator has written at once, as it was before.
 struct Undo {
     c10::Storage storage;
-    std::array<char, 8> bytes;
+    std::array<char, 8> before;
+    std::array<char, 8> bytes = before; // then, or what it was given
 
     void exchange() {
         std::array<char, 8> now = bytes;
