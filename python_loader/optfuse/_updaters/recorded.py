@@ -86,11 +86,21 @@ class Recorded(Updater):
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
+        self.passes_ahead = 0  # backward passes at whose first gradient step() has run
+
+    def why_left(self) -> str:
+        """The reason for which the last pass was left to step(); or nothing."""
+        why: str = torch.ops.optfuse.why_not_ahead(self._plan)
+        return why
+
+    def described(self) -> str:
+        why = self.why_left()
+        left = f"; now backward() leaves all to it, since it {why}" if why else ""
+        times = "once" if self.passes_ahead == 1 else f"{self.passes_ahead} times"
+        return f"its step() ran {times} at the first gradient of backward(){left}"
 
     def explained(self, label: Callable[[int], str]) -> str:
-        why = torch.ops.optfuse.why_not_ahead(self._plan)
-        left = f"; backward() leaves all to it, since it {why}" if why else ""
-        return f"own step(), whose operators are recorded{left}"
+        return f"own step(), whose operators are recorded: {self.described()}"
 
     def tried_on_cpu(self) -> int:
         return 0
@@ -192,6 +202,7 @@ class Recorded(Updater):
             run.put_back(optimizer)
             self._end()
             raise
+        self.passes_ahead += 1
         run.hide(optimizer, self._stock, self._plan)
         return True
 
