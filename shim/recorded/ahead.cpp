@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "autograd/consumed.h"
@@ -313,6 +314,17 @@ void Ahead::hide_numbers() {
     for (const Undo &one : undo)
         its_tape->copy_where_read(one.storage.unsafeGetStorageImpl());
     exchange_back(&undo);
+}
+
+bool Ahead::numbers_are_written() const {
+    const auto is_written = [](const Undo &one) {
+        return std::memcmp(one.before.data(), address(one.storage.unsafeGetStorageImpl()),
+                           one.storage.nbytes()) != 0;
+    };
+    ska::flat_hash_set<const c10::StorageImpl *> seen; // the first of a storage is what was there
+    return std::any_of(its_tape->undo.begin(), its_tape->undo.end(), [&](const Undo &one) {
+        return seen.insert(one.storage.unsafeGetStorageImpl()).second && is_written(one);
+    });
 }
 
 void Ahead::confirm() {

@@ -4,7 +4,6 @@
 import collections
 import contextlib
 import copy
-import itertools
 import pickle
 import random
 import threading
@@ -12,7 +11,7 @@ import threading
 import pytest
 import torch
 from common import differing
-from recorded_classes import KINDS, Base
+from recorded_classes import KINDS
 from test_generated import train
 from test_recorded import tensors_of
 
@@ -48,7 +47,9 @@ class Script:
     def loss(self, params, i):
         drawn = torch.Generator().manual_seed(1000 * self.seed + i)
         weights = [torch.randn(p.shape, generator=drawn) for p in params]
-        return sum((p * w).sum() + 0.5 * (p * p).sum() for p, w in zip(params, weights, strict=True))
+        return sum(
+            (p * w).sum() + 0.5 * (p * p).sum() for p, w in zip(params, weights, strict=True)
+        )
 
     def note(self, value):
         self.noted += [x.detach().clone() for x in tensors_of(value)]
@@ -249,7 +250,7 @@ def fuse_again(script):
     script.fuse()
 
 
-# Backward passes, what comes between them and step(), and what comes after it instead of zero_grad().
+# Backward passes, what comes between them and step(), and what comes after it for zero_grad().
 DEEDS = {
     "plain": (plain, nothing, None),
     "of some": (of_some, nothing, None),
