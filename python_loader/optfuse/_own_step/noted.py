@@ -6,6 +6,7 @@ script, which may keep notes there."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +32,11 @@ _DEFAULTS = "defaults"  # of groups that are still to come
 class Noted:
     """The options and attributes of an optimizer at one time."""
 
-    def __init__(self, optimizer: Optimizer, stock: type[Optimizer]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, stock: type[Optimizer], but: Container[str] = ()
+    ) -> None:
+        """but: attributes that updates change."""
+        self._but = but
         self._read = names_read(stock)
         self._reads_option = reads_option(stock, optimizer)
         self._options = [self._options_of(group) for group in optimizer.param_groups]
@@ -54,7 +59,9 @@ class Noted:
         return {
             name: _noted(value)
             for name, value in own.items()
-            if name != _DEFAULTS and (read is None or name in read or name == SHARED)
+            if name != _DEFAULTS
+            and name not in self._but
+            and (read is None or name in read or name == SHARED)
         }
 
 
