@@ -156,7 +156,7 @@ optfuse.register(Slow)
 for name, use in USES.items():
     running = threading.Event()
     p = torch.nn.Parameter(torch.ones(3))
-    optimizer = optfuse.fuse(Slow([p]))
+    optimizer = optfuse.fuse(Slow([p]), recorded=False)
     for _ in range(2):
         p.grad = torch.ones(3)
         optimizer.step()
@@ -266,6 +266,7 @@ def test_state_in_a_dict_of_an_entry_may_not_change_between_backward_and_step():
     model = net()
     optimizer = optfuse.fuse(InDicts(model.parameters()), mode="backward")
     train(model, optimizer, 0)
+    optimizer.zero_grad()
     loss_of(model, 1).backward()
     first = next(model.parameters())
     with torch.no_grad():
