@@ -194,5 +194,9 @@ def unfuse_recorded(optimizer: Optimizer) -> None:
             optimizer.__dict__[_STEP] = step.before
 
 
-def last_counts(step: Step) -> dict[str, int]:
-    return dict(zip(_COUNTS, step.counts, strict=True))
+def last_counts(step: Step | None = None) -> dict[str, int]:
+    """Those of an optimizer's last step(), or of this thread's."""
+    counts = (ctypes.c_int64 * len(_COUNTS))()
+    if step is None:
+        lib.of_shim_recorded_counts(counts)
+    return dict(zip(_COUNTS, counts if step is None else step.counts, strict=True))
