@@ -102,7 +102,6 @@ OUT_OF_REACH = {
     ),
     "late_values": "it is about registered classes; programs have those of torch.optim",
     "untouched": "it is about registered classes; programs have those of torch.optim",
-    "steady": "it is about registered classes; programs have those of torch.optim",
     "floating": "programs never flush denormals",
     "strides": "programs with 16 bits have Adam and AdamW only",
     "apart": "a gradient that is its weight is rare, and shows after some updates only",
