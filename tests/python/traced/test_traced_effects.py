@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a later step() does beside its operators is seen, and comes once: tensors that it keeps,
-attributes that it sets, lists that it fills, counts elsewhere."""
+"""Effects of a later step() beside those of its operators are seen, and come once: tensors that it
+keeps, attributes that it sets, lists that it fills, counts elsewhere."""
 
 import itertools
 import random
