@@ -113,7 +113,7 @@ class _Fused:
 
 
 def _state_of(optimizer: Any) -> Any:
-    """What a copy is made of. A class may give all attributes away."""
+    """The attributes that a copy is made of. A class may give all of them away."""
     found = optimizer.__getstate__()
     if isinstance(found, dict) and LINK in found:
         return {k: v for k, v in found.items() if k not in (LINK, _AMP)}
@@ -192,7 +192,7 @@ class _FusedOwn(_Fused):
 
 
 class _FusedRecorded(_Fused):
-    """Of backward mode: the class's own step() runs with its own arguments."""
+    """In backward mode the class's own step() runs, with its own arguments."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self

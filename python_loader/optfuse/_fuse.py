@@ -80,9 +80,9 @@ def fuse(
     optimizer: one of torch.optim but LBFGS and SparseAdam, or of a class named to
         register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
         float32, float64, bfloat16 or float16. Where there are no kernels for it its own
-        step() is recorded, in forward mode and on the CPU over any parameters; else the
-        update runs torch's operators as the class's step() does, or that
-        step() itself, on one parameter. It may be in a wrapper of Accelerate or Lightning.
+        step() is recorded, on the CPU over any parameters; else the update runs torch's
+        operators as the class's step() does, or that step() itself, on one parameter. It
+        may be in a wrapper of Accelerate or Lightning.
     mode: optfuse.Forward(...), or "forward" for its defaults: updates run at the first use of
         what they change, usually in the next forward pass; any training loop works.
         optfuse.Backward(...), or "backward": inside backward(), and gradients are freed.
@@ -105,10 +105,11 @@ def fuse(
         numbers. It is done where a trial on this machine finds the same bits and no loss of time,
         for embeddings always (docs/promises.md). "off": no gradient is a promise. None: what the
         environment says, OPTFUSE_PRODUCTS, or else "auto".
-    recorded: in forward mode an optimizer without kernels runs its own step(), whose operators are
-        recorded and run together before step() returns (docs/any-optimizer.md). False: it is
-        traced instead (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else
-        yes for parameters on the CPU.
+    recorded: an optimizer without kernels runs its own step(), whose operators are recorded: in
+        forward mode they run together before step() returns, in backward mode those of a parameter
+        when its gradient is there (docs/any-optimizer.md). False: it is traced instead
+        (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else yes for
+        parameters on the CPU.
     old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises
@@ -125,18 +126,8 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if can_record(optimizer, mode) and is_asked(recorded, optimizer, mode):
-        if isinstance(mode, Forward):
-            return fuse_recorded(optimizer, mode, eager)
-        check_params(optimizer.param_groups)
-        _process.start()
-        raw_memory.watch_recorded()
-        options = _options(optimizer, mode, eager, bucket_bytes)
-        if mode.ddp is not None:
-            options = replace(options, reduction=reduction_of(mode.ddp, Reduction))
-        return become_fused(
-            optimizer, replace(options, products=products or products_asked()), RECORDED
-        )
+    if can_record(optimizer, mode) and is_asked(recorded, optimizer):
+        return _fuse_recorded(optimizer, mode, eager, bucket_bytes, products)
     check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
@@ -155,6 +146,26 @@ def fuse(
     link_of(optimizer).gpu_bits_differ = tuple(differ)
     link_of(optimizer).ledger.watch(optimizer)
     return optimizer
+
+
+def _fuse_recorded(
+    optimizer: OptimizerT,
+    mode: Forward | Backward,
+    eager: Iterable[Tensor],
+    bucket_bytes: int,
+    products: str | None,
+) -> OptimizerT:
+    """None of the class's code runs."""
+    if isinstance(mode, Forward):
+        return fuse_recorded(optimizer, mode, eager)
+    check_params(optimizer.param_groups)
+    _process.start()
+    raw_memory.watch_recorded()
+    options = _options(optimizer, mode, eager, bucket_bytes)
+    options = replace(options, products=products or products_asked())
+    if mode.ddp is not None:
+        options = replace(options, reduction=reduction_of(mode.ddp, Reduction))
+    return become_fused(optimizer, options, RECORDED)
 
 
 def _options(

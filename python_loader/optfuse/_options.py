@@ -31,7 +31,7 @@ def is_recorded(optimizer: Optimizer) -> bool:
 
 
 def owner_of(optimizer: Optimizer) -> Any:
-    """What fuse() has given it, its Link or its Step; or None."""
+    """Its Link or its Step, as fuse() has given it; or None."""
     return optimizer.__dict__.get(LINK) or optimizer.__dict__.get(RECORDED)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse import _process
+from optfuse import _process, _shared_state
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.modes import Backward, Forward
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
@@ -117,7 +117,7 @@ class Step:
         stock_clip_grad_norm_(params, self.max_grad_norm, foreach=False if negated else None)
 
     def state_of_owner(self) -> Any:
-        """What is pickled, or copied: stock's."""
+        """The attributes that are pickled, or copied: stock's."""
         optimizer = self.owner()
         state = type(optimizer).__getstate__(optimizer)  # type: ignore[attr-defined]
         if state is not None and RECORDED in state:  # all attributes
@@ -144,15 +144,12 @@ class Step:
         )
 
 
-def is_asked(recorded: bool | None, optimizer: Optimizer, mode: Forward | Backward) -> bool:
-    """In backward mode, and where parameters are on GPUs, nothing is recorded yet unless it is
-    said."""
+def is_asked(recorded: bool | None, optimizer: Optimizer) -> bool:
+    """Where parameters are on GPUs nothing is recorded yet unless it is said."""
     if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
         recorded = said != "0"
     if recorded is None:
-        return isinstance(mode, Forward) and not any(
-            is_gpu(param.device) for param in parameters_of(optimizer)
-        )
+        return not any(is_gpu(param.device) for param in parameters_of(optimizer))
     return recorded
 
 
@@ -182,6 +179,7 @@ def _record(
     step = Step(optimizer, max_grad_norm, eager)
     ours = step, step, step.state_of_owner, step.copy_of_owner
     optimizer.__dict__.update(zip(_OURS, ours, strict=True))
+    _shared_state.fused[id(optimizer)] = optimizer
     return optimizer
 
 
@@ -196,5 +194,9 @@ def unfuse_recorded(optimizer: Optimizer) -> None:
             optimizer.__dict__[_STEP] = step.before
 
 
-def last_counts(step: Step) -> dict[str, int]:
-    return dict(zip(_COUNTS, step.counts, strict=True))
+def last_counts(step: Step | None = None) -> dict[str, int]:
+    """Those of an optimizer's last step(), or of this thread's."""
+    counts = (ctypes.c_int64 * len(_COUNTS))()
+    if step is None:
+        lib.of_shim_recorded_counts(counts)
+    return dict(zip(_COUNTS, counts if step is None else step.counts, strict=True))

@@ -28,6 +28,25 @@ _EARLY = (
 )
 
 
+#: Fused optimizers, by their ids.
+fused: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def shares_with_others(optimizer: Any) -> bool:
+    """Whether another fused optimizer has an entry or a tensor of its state."""
+    others = [other for other in list(fused.values()) if other is not optimizer]
+    if not others or not guard("shared_state"):
+        return False
+    mine = _parts(optimizer)
+    return any(not mine.isdisjoint(_parts(other)) for other in others)
+
+
+def _parts(optimizer: Any) -> set[int]:
+    entries = [x for x in optimizer.__dict__["state"].values() if isinstance(x, dict)]
+    tensors = (id(x) for entry in entries for x in entry.values() if isinstance(x, Tensor))
+    return {*map(id, entries), *tensors}
+
+
 class Holder(Protocol):
     """A fused optimizer's link."""
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "autograd/consumed.h"
@@ -313,6 +314,18 @@ void Ahead::hide_numbers() {
     for (const Undo &one : undo)
         its_tape->copy_where_read(one.storage.unsafeGetStorageImpl());
     exchange_back(&undo);
+}
+
+std::vector<int64_t> Ahead::written_numbers() const {
+    std::vector<int64_t> found;
+    ska::flat_hash_set<const void *> seen; // the first of a storage is what was there
+    for (const Undo &one : its_tape->undo) {
+        const void *const memory = address(one.storage.unsafeGetStorageImpl());
+        if (seen.insert(memory).second &&
+            std::memcmp(one.before.data(), memory, one.storage.nbytes()) != 0)
+            found.push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(memory)));
+    }
+    return found;
 }
 
 void Ahead::confirm() {

@@ -137,7 +137,7 @@ class Compiler {
         each_of(units[u], [this](uint32_t number, bool is_written) {
             if (group_of[number] != kNobody)
                 close(group_of[number]);
-            if (is_written && OF_GUARD(recorded_readers))
+            if (is_written)
                 close_readers(number);
         });
         planned.push_back({u, {u}, {}});
@@ -145,7 +145,8 @@ class Compiler {
 
     void close_readers(uint32_t written) {
         for (const uint32_t reader : std::exchange(readers[entry(written).storage_number], {}))
-            close(reader);
+            if (OF_GUARD(recorded_readers))
+                close(reader);
     }
 
     bool fits(const OpenGroup &group, const Instruction &q) const {

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "guard.h"
 #include "recorded/ahead.h"
 
 namespace optfuse::recorded {
@@ -43,7 +44,8 @@ class Sets {
     bool unite(uint32_t a, uint32_t b) {
         if (a == b)
             return true;
-        if (slots[a] != kNoSlot && slots[b] != kNoSlot && slots[a] != slots[b])
+        if (slots[a] != kNoSlot && slots[b] != kNoSlot && slots[a] != slots[b] &&
+            OF_GUARD(ahead_owners))
             return false;
         parents[b] = a;
         if (slots[a] == kNoSlot)

@@ -110,7 +110,7 @@ class Called {
         return false;
     }
 
-    // Of a step() that runs, or could, before its gradients are there.
+    // Tells a step() that runs, or could, before its gradients are there.
     void look_at_once() {
         if (k.way == Way::DRAW)
             tape->meets("draws random numbers");

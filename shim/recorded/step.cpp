@@ -73,7 +73,7 @@ class NoCollection {
 
 thread_local Counts last = {};
 
-// What can't be done before its gradients are there. False: this thread's error says why.
+// For what can't be done before its gradients are there. False: this thread's error says why.
 bool play_for(const char *what) {
     const GilGivenUp given_up;
     return answers([what] {
@@ -291,15 +291,20 @@ std::vector<int64_t> unexpected(int64_t address) {
     return {found.begin(), found.end()};
 }
 
+std::vector<int64_t> written_numbers(int64_t address) {
+    return plan_at(address).ahead->written_numbers();
+}
+
 void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
 
 void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
 
 void leave_to_step(int64_t address, std::string why) {
-    plan_at(address).ahead->why = std::move(why);
+    if (const auto &ahead = plan_at(address).ahead)
+        ahead->why = std::move(why);
 }
 
-// What updates of this step read and write beside parameters and gradients.
+// The tensors that updates of this step read and write beside parameters and gradients.
 std::vector<at::Tensor> tensors_ahead(int64_t address) {
     std::vector<at::Tensor> found;
     for (const Slot *slot : plan_at(address).slots) {
@@ -324,6 +329,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
     m.def("unexpected(int plan) -> int[]", unexpected);
     m.def("tensors_ahead(int plan) -> Tensor[]", tensors_ahead);
+    m.def("written_numbers(int plan) -> int[]", written_numbers);
     m.def("confirm_ahead(int plan) -> ()", confirm_ahead);
     m.def("end_ahead(int plan) -> ()", end_ahead);
     m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);

@@ -242,9 +242,9 @@ void Tape::is_written_at_once(const at::Tensor &tensor, const std::string &op) {
     if (!is_small(storage) || is_param(storage) || !tensor.is_cpu()) {
         meets("writes by an operator that runs at once (" + op + ")");
     } else if (is_ahead()) {
-        Undo before{tensor.unsafeGetTensorImpl()->unsafe_storage(), {}};
-        std::memcpy(before.bytes.data(), address(storage), storage->nbytes());
-        undo.push_back(std::move(before));
+        std::array<char, 8> before = {};
+        std::memcpy(before.data(), address(storage), storage->nbytes());
+        undo.push_back({tensor.unsafeGetTensorImpl()->unsafe_storage(), before});
     }
 }
 

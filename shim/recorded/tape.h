@@ -37,7 +37,8 @@ struct Counts {
 // A small tensor that an operator has written at once, as it was before.
 struct Undo {
     c10::Storage storage;
-    std::array<char, 8> bytes;
+    std::array<char, 8> before;
+    std::array<char, 8> bytes = before; // then, or what it was given
 
     void exchange() {
         std::array<char, 8> now = bytes;
@@ -60,7 +61,7 @@ class Tape {
     bool is_watched() const { return kind != Kind::PLAIN; }
     // step() does what can't be done before its gradients are there. Raises where they are not.
     void meets(const std::string &what);
-    // What it was first, or nothing.
+    // The first of these, or nothing.
     const std::string &met() const { return first_met; }
     bool is_empty() const { return lines.empty(); }
     // Takes n arguments from the end of the stack, and the results' place there. The values that a
@@ -88,7 +89,7 @@ class Tape {
     // A tensor without numbers; contiguous, if no strides are given.
     at::Tensor absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                       c10::Device device);
-    // What the deleter of memory that its lines make has: no other tape ever has the same.
+    // The context of the deleter of memory that its lines make: no other tape ever has the same.
     void *context() const { return reinterpret_cast<void *>(id); }
     // Gives them away: the tape is empty.
     void take_lines(std::vector<Line> *its_lines, std::vector<c10::IValue> *its_values,
@@ -167,7 +168,7 @@ template <typename Work> bool each_tensor(const c10::IValue &value, const Work &
         }
     return true;
 }
-// What the operator takes for a value of the tape: numbers that PyTorch has made tensors are tensors.
+// A value of the tape as the operator takes it: numbers that PyTorch has made tensors are tensors.
 torch::jit::Stack arguments_of(const Line &line, const std::vector<c10::IValue> &values);
 
 // A counter or the like, which scripts may look at between lines at no cost.

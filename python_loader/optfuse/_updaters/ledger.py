@@ -94,6 +94,7 @@ class Ledger:
         self._then: tuple[Any, dict[int, Entry]] = (None, {})  # of kept_entries
         self.updater = updater_class(self.rule)(of_plan)
         ledgers[self.plan] = self
+        _shared_state.fused[id(optimizer)] = optimizer
         known = weakref.ref(optimizer), weakref.ref(self)
         lib_with_gil.of_shim_ledger_open(self.plan, *known, loss_scale.running)
 

@@ -9,36 +9,32 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._library.bindings import Error, lib, lib_with_gil
-from optfuse._options import LINK
+from optfuse._library.bindings import Error, guard, lib, lib_with_gil
+from optfuse._own_step.noted import Noted
 from optfuse._patches.profiling import has_hooks
 from optfuse._rules import ROWS, Group, Rule
-from optfuse._trials.compare import difference
+from optfuse._shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
 
-_NOT_OPTIONS = ("params", "param_names")
-_NOT_SETTINGS = (
-    *("param_groups", "state", "step", LINK, "_step_supports_amp_scaling"),
-    *("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"),
-)
 _FORWARD = 'use optfuse.fuse(optimizer, mode="forward")'
 _LATE = (
     "optfuse: {} was changed between backward() and step(), but backward fusion has called the "
     "class's own step() at the first gradient, with the old value; change it before backward() or "
-    f"after step(), or {_FORWARD}"
+    f"after step(), or {_FORWARD}. The update stands, and the next step() confirms it"
 )
 _UNEXPECTED = (
-    "optfuse: backward fusion has called the class's own step() at the first gradient of a backward "
-    "pass, as if the same parameters got one as in the step before; but {} {}. Its update is left "
-    f"out, the others are made, and the next step() confirms them. {_FORWARD[0].upper()}"
+    "optfuse: backward fusion has called the class's own step() at the first gradient of a "
+    "backward pass, as if the same parameters got one as in the step before; but {} {}. Its update "
+    f"is left out, the others are made, and the next step() confirms them. {_FORWARD[0].upper()}"
     f"{_FORWARD[1:]}, or run backward() to its end before step()"
 )
 _CALLED = (
@@ -53,7 +49,7 @@ _KEPT = (
 
 
 def _count_references() -> tuple[int, int]:
-    """Of a gradient that only its parameter has, and of one that is in a list, too."""
+    """Those of a gradient that only its parameter has, and of one that is in a list, too."""
     param = torch.nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
     alone = sys.getrefcount(param.grad)
@@ -82,6 +78,7 @@ class Recorded(Updater):
     """By the class's own step(), once for all parameters."""
 
     may_share_state = True  # lines that have to do with two parameters are left to step()
+    counts_together = True
 
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
@@ -89,11 +86,21 @@ class Recorded(Updater):
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
+        self.passes_ahead = 0  # backward passes at whose first gradient step() has run
+
+    def why_left(self) -> str:
+        """The reason for which the last pass was left to step(); or nothing."""
+        why: str = torch.ops.optfuse.why_not_ahead(self._plan)
+        return why
+
+    def described(self) -> str:
+        why = self.why_left()
+        left = f"; now backward() leaves all to it, since it {why}" if why else ""
+        times = "once" if self.passes_ahead == 1 else f"{self.passes_ahead} times"
+        return f"its step() ran {times} at the first gradient of backward(){left}"
 
     def explained(self, label: Callable[[int], str]) -> str:
-        why = torch.ops.optfuse.why_not_ahead(self._plan)
-        left = f"; backward() leaves all to it, since it {why}" if why else ""
-        return f"own step(), whose operators are recorded{left}"
+        return f"own step(), whose operators are recorded: {self.described()}"
 
     def tried_on_cpu(self) -> int:
         return 0
@@ -105,11 +112,15 @@ class Recorded(Updater):
         return self._run is not None or super().is_unconfirmed()
 
     def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        if self._run is not None:
+        if super().is_unconfirmed():
             raise Error(CHANGED_GROUPS)
+        self.give_up(optimizer)
 
     def layout(self, groups: Groups) -> None:
-        """Nothing is known by slot here."""
+        torch.ops.optfuse.leave_to_step(self._plan, "has new parameters")
+
+    def noted(self) -> Noted | None:
+        return None if self._run is None else self._run.noted
 
     def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
         return True  # the library finds in step() what updates use
@@ -158,8 +169,7 @@ class Recorded(Updater):
             self._end()
 
     def give_up(self, optimizer: Optimizer) -> None:
-        """step() has run ahead, and its updates are not wanted. Raises optfuse.Error if one has been
-        made."""
+        """A step() that has run ahead is not wanted; once an update is made, it stays."""
         if self._run is None or lib.of_shim_unconfirmed(self._plan):
             return
         self._end()
@@ -170,6 +180,8 @@ class Recorded(Updater):
 
     def _begin_ahead(self, optimizer: Optimizer, slots: Slots) -> bool:
         if self._run is not None or self._call is not None or has_hooks(optimizer):
+            return False
+        if shares_with_others(optimizer):
             return False
         gradients = torch.ops.optfuse.begin_ahead(self._plan)
         if not gradients:
@@ -190,7 +202,8 @@ class Recorded(Updater):
             run.put_back(optimizer)
             self._end()
             raise
-        run.hide(optimizer)
+        self.passes_ahead += 1
+        run.hide(optimizer, self._stock, self._plan)
         return True
 
     def _check(self, optimizer: Optimizer, slots: Slots, run: Run, same_state: bool) -> None:
@@ -201,22 +214,27 @@ class Recorded(Updater):
             raise Error(_CALLED.format("arguments"))
         if has_hooks(optimizer):
             raise Error(_CALLED.format("hooks that were registered since then"))
-        changed = run.changed(optimizer, self._plan) if same_state else "the state"
+        changed = None
+        if not super().is_unconfirmed():  # else the library has asked already
+            changed = run.changed(optimizer) if same_state else "the state"
+        written = changed is None and torch.ops.optfuse.written_numbers(self._plan)
+        if written:
+            changed = "the state" + _owner_of(optimizer, slots, set(written))
         self._complained = True
-        if changed is not None:
+        if changed is not None and guard("ahead_late"):
             raise Error(_LATE.format(changed))
         unexpected = torch.ops.optfuse.unexpected(self._plan)
         for slot in unexpected:
             run.leave_out(slots.params[slot])
-        if unexpected:
+        if unexpected and guard("ahead_unexpected"):
             first = slots.params[unexpected[0]]
             how = "got none" if first.grad is None else "got one that it had not in the step before"
             raise Error(_UNEXPECTED.format(slots.labels[unexpected[0]], how))
 
 
 class Run:
-    """A step() that has run ahead of its gradients. What it has made of state, options and attributes
-    appears when step() is called."""
+    """A step() that has run ahead of its gradients. What it has made of state, options and
+    attributes appears when step() is called."""
 
     result: Any = None
 
@@ -224,28 +242,28 @@ class Run:
         self._before = _Snapshot(optimizer)
         self.dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
 
-    def hide(self, optimizer: Optimizer) -> None:
+    def hide(self, optimizer: Optimizer, stock: type[Optimizer], plan: int) -> None:
         """step() has run."""
         self._after = _Snapshot(optimizer)
         self._before.restore(optimizer, self._after)
-        self._settings = _settings(optimizer)
+        holders = [name for name, value in optimizer.__dict__.items() if _has_tensors(value)]
+        if holders:  # the library looks at what updates use
+            known = set(map(id, torch.ops.optfuse.tensors_ahead(plan)))
+            own = optimizer.__dict__
+            holders = [name for name in holders if any(id(x) in known for x in _tensors(own[name]))]
+        self.noted = Noted(optimizer, stock, holders)
 
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)
 
-    def changed(self, optimizer: Optimizer, plan: int) -> str | None:
+    def changed(self, optimizer: Optimizer) -> str | None:
         """The first setting that is not as step() has found it."""
-        now, then = _settings(optimizer), self._settings
-        known: set[int] | None = None
-        for name in {**then, **now}:
-            if (name in now) != (name in then):
-                return name
-            if difference("", then[name], now[name]) is None:
-                continue
-            if known is None:  # the library looks at what updates use
-                known = set(map(id, torch.ops.optfuse.tensors_ahead(plan)))
-            if difference("", _but(then[name], known), _but(now[name], known)) is not None:
-                return name
+        name = self.noted.changed_attribute(optimizer)
+        if name is not None:
+            return f"the attribute {name!r}"
+        for i, group in enumerate(optimizer.param_groups):
+            if (name := self.noted.changed_option(i, group)) is not None:
+                return f"the option {name!r} of group {i}"
         return None
 
     def put_back(self, optimizer: Optimizer) -> None:
@@ -296,22 +314,37 @@ class _Snapshot:
             self._restore_state(own["state"], now)
 
     def _restore_state(self, state: dict[Any, Any], now: _Snapshot | None) -> None:
-        known = None if now is None else now._state
-        if known is None or len(known) != len(self._state):
-            state.clear()
-            known = None
+        if now is not None and self._restore_values(state, now):
+            return
+        state.clear()
         for i, n in self._entries():
             key, entry = self._state[i : i + 2]
-            values = i + 3 + n
-            if known is None or known[i] is not key or known[i + 1] is not entry:
-                state[key] = entry
-            elif _are_same(known[values : values + n], self._state[values : values + n]):
-                continue
+            state[key] = entry
             if isinstance(entry, dict):
-                items = dict(zip(self._state[i + 3 : values], self._state[values : values + n]))
-                if entry.keys() != items.keys():
-                    entry.clear()
-                entry.update(items)
+                values = i + 3 + n
+                names = self._state[i + 3 : values]
+                entry.clear()
+                entry.update(zip(names, self._state[values : values + n], strict=True))
+
+    def _restore_values(self, state: dict[Any, Any], now: _Snapshot) -> bool:
+        """False: entries have other keys, or not all the same number of them."""
+        mine, its = self._state, now._state
+        n = mine[2] if mine else 0
+        size = 3 + 2 * n
+        if len(mine) != len(its) or not all(map(is_, mine[2::size], repeat(n))):
+            return False  # (small integers are the same objects)
+        same = list(map(is_, mine, its))
+        places, i = [], -1
+        for _ in range(same.count(False)):
+            i = same.index(False, i + 1)
+            if i % size < 3 + n:
+                return False
+            places.append(i)
+        for i in places:  # what a script has exchanged meanwhile is the script's
+            entry, name = state.get(mine[i - i % size]), mine[i - n]
+            if isinstance(entry, dict) and entry.get(name, self) is its[i]:
+                entry[name] = mine[i]
+        return True
 
     def take_entry(self, other: _Snapshot, param: Tensor) -> None:
         mine = [(i, i + 3 + 2 * n) for i, n in self._entries() if self._state[i] is param]
@@ -320,55 +353,33 @@ class _Snapshot:
             self._state[begin:end] = [x for i, j in its for x in other._state[i:j]]
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(_tensors(value), None) is not None
+
+
+def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
+    for slot, param in enumerate(slots.params):
+        for tensor in _tensors(optimizer.__dict__["state"].get(param)):
+            if tensor.data_ptr() in addresses:
+                return f" of {slots.labels[slot]}"
+    return ""
+
+
 def _are_same(known: Any, found: Any) -> bool:
     if isinstance(known, dict):
         return known.keys() == found.keys() and all(map(is_, known.values(), found.values()))
     return len(known) == len(found) and all(map(is_, known, found))
-
-
-def _settings(optimizer: Optimizer) -> dict[str, Any]:
-    """What step() may have read beside state, as it is now."""
-    options = {
-        f"the option {name!r} of group {i}": _noted(value)
-        for i, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name not in _NOT_OPTIONS
-    }
-    attributes = {
-        f"the attribute {name!r}": _noted(value)
-        for name, value in optimizer.__dict__.items()
-        if name not in _NOT_SETTINGS
-    }
-    return options | attributes
-
-
-class _Version(NamedTuple):
-    tensor: int  # its id()
-    version: int
-
-
-def _but(value: Any, known: set[int]) -> Any:
-    """Without the versions of known tensors."""
-    if isinstance(value, _Version):
-        return _Version(value.tensor, 0) if value.tensor in known else value
-    if type(value) in (list, tuple):
-        return type(value)(_but(item, known) for item in value)
-    if isinstance(value, dict):
-        return {key: _but(item, known) for key, item in value.items()}
-    return value
-
-
-def _noted(value: Any) -> Any:
-    """Numbers can't change, and other objects are told by their identity; small tensors by what is in
-    them, since a write through .data leaves their version as it is."""
-    if isinstance(value, Tensor):
-        is_small = value.device.type == "cpu" and value.numel() <= 1024
-        return value.detach().clone() if is_small else _Version(id(value), value._version)
-    if type(value) in (list, tuple):
-        return type(value)(map(_noted, value))
-    if isinstance(value, dict):
-        return {key: _noted(item) for key, item in value.items()}
-    return value
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import threading
 
 import torch
 from recorded_classes import KINDS, Base
+from test_backward import check
 from test_recorded import World, compare, only_steps
 
 from guard_scenarios.registry import guards
@@ -114,3 +115,27 @@ def another_thread_does_not_write_what_a_line_will_read():
 
     World(Waits, fused=True).steps(1)
     assert raised, "a gradient was changed before a line had read it"
+
+
+@guards("ahead_owners")
+def combined_parameters_are_left_to_step():
+    _, error = check(KINDS["Coupled"], 5 * ["plain"], seed=3)
+    assert error is None, error
+
+
+@guards("ahead_late")
+def a_rate_that_changes_behind_backward_is_refused():
+    check(KINDS["Elementwise"], ["plain", "plain", "plain", "slower", "plain"], seed=3)
+
+
+class Shares(Base):
+    """Steps by the number of gradients that there are."""
+
+    def one(self, p, group, state):
+        n = sum(q.grad is not None for other in self.param_groups for q in other["params"])
+        p.sub_(p.grad, alpha=group["lr"] / n)
+
+
+@guards("ahead_unexpected")
+def a_gradient_that_does_not_come_is_refused():
+    check(Shares, ["plain", "plain", "plain", "undefined", "plain"], seed=3)

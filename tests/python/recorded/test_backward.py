@@ -4,7 +4,6 @@
 import collections
 import contextlib
 import copy
-import itertools
 import pickle
 import random
 import threading
@@ -12,7 +11,7 @@ import threading
 import pytest
 import torch
 from common import differing
-from recorded_classes import KINDS, Base
+from recorded_classes import KINDS
 from test_generated import train
 from test_recorded import tensors_of
 
@@ -48,7 +47,9 @@ class Script:
     def loss(self, params, i):
         drawn = torch.Generator().manual_seed(1000 * self.seed + i)
         weights = [torch.randn(p.shape, generator=drawn) for p in params]
-        return sum((p * w).sum() + 0.5 * (p * p).sum() for p, w in zip(params, weights, strict=True))
+        return sum(
+            (p * w).sum() + 0.5 * (p * p).sum() for p, w in zip(params, weights, strict=True)
+        )
 
     def note(self, value):
         self.noted += [x.detach().clone() for x in tensors_of(value)]
@@ -249,7 +250,7 @@ def fuse_again(script):
     script.fuse()
 
 
-# Backward passes, what comes between them and step(), and what comes after it instead of zero_grad().
+# Backward passes, what comes between them and step(), and what comes after it for zero_grad().
 DEEDS = {
     "plain": (plain, nothing, None),
     "of some": (of_some, nothing, None),
@@ -344,3 +345,25 @@ def test_a_drawn_class_is_equal_or_an_error(first):
         for a, b in zip(ours, stock, strict=True):
             assert not differing(a, b).any(), seed
     assert errors < 10
+
+
+@pytest.mark.parametrize("name", ("Elementwise", "Lists", "Norms"))
+def test_optimizers_that_share_state_have_stocks_bits(name):
+    def train(fused):
+        first, second = (Script(KINDS[name], fused, 3) for _ in range(2))
+        first.fuse = second.fuse = None
+        for i in range(6):
+            if i == 3:
+                pairs = zip(first.params, second.params, strict=True)
+                for p, q in pairs:
+                    second.optimizer.state[q] = first.optimizer.state[p]
+            for script in (first, second):
+                plain(script, [], i)
+            for script in (second, first):
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+                script.note([script.params, list(script.optimizer.state.values())])
+        return first.noted + second.noted
+
+    for a, b in zip(train(True), train(False), strict=True):
+        assert not differing(a, b).any()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a fused optimizer can do an optimizer whose step() is recorded can, with stock's bits."""
+"""An optimizer whose step() is recorded can do all that a fused one can, with stock's bits."""
 
 import copy
 import gc
