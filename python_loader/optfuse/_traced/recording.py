@@ -139,12 +139,10 @@ class Recording:
 
     def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
         attributes, given, entry = inputs = self._inputs(optimizer, param, cohort)
-        recorded = record(
-            self._twin,
-            *self._apart(inputs)[:2],
-            *(tuple(param.shape), param.dtype, entry, self.names, _strides(param), self._making),
-            *(param.device, lambda: self._apart(self._inputs(optimizer, param, cohort))),
-        )
+        of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
+        again = lambda: self._apart(self._inputs(optimizer, param, cohort))  # noqa: E731
+        of_all = self._making, param.device, again
+        recorded = record(self._twin, *self._apart(inputs)[:2], *of_param, *of_all)
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
         self.shaped |= recorded.shaped()
