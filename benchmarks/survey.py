@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Section survey: which optimizers of other packages fuse, traced or after register(), and whether
-they train as they do by themselves: every class, in both modes, 50 steps of a small model, weights
-and state_dict() compared by bits after each. Each class runs in a process of its own.
+"""Section survey: whether optimizers of other packages train as they do by themselves when their
+step() is recorded, and which of them are updated inside backward(): every class, in both modes, 50
+steps of a small model, weights and state_dict() compared by bits after each. Each class runs in a
+process of its own.
 
     python -m pip install --target DIR pytorch_optimizer timm ...
     benchmarks/run --section survey --packages DIR"""
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 import optfuse
 from optfuse._link import link_of
-from optfuse._own_step.register import INDEPENDENT
+from optfuse._updaters.recorded import Recorded
 
 PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree")
 PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim")
@@ -38,7 +39,7 @@ PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia_opt", 
 PACKAGES += ("madgrad", "came_pytorch", "apollo_torch", "torchium.optimizers", "heavyball")
 STEPS = 50
 SECONDS = 60  # of the processor, for one class by itself
-TRACED, EQUAL, REFUSED = "traced, equal", "own step(), equal", "refused"
+AHEAD, LEFT, RAISED = "equal, in backward()", "equal, left to step()", "raises in backward mode"
 DIFFERENT, UNMADE = "different", "not run by itself"
 Seen = dict[str, Any]
 
@@ -172,38 +173,30 @@ def judge(cls: type[Optimizer], send: Callable[[tuple[str, str] | None], None]) 
     if first_difference(stock, again):
         return send((UNMADE, "two runs of it differ"))
     send(None)
-    kind, why = compare(cls, stock)
-    if kind == REFUSED and cls not in INDEPENDENT:
-        try:
-            optfuse.register(cls)
-        except optfuse.Error as error:
-            return send((REFUSED, str(error)))
-        registered, reason = compare(cls, stock)
-        kind, why = registered, why if registered == EQUAL else reason
-    return send((kind, why))
+    return send(compare(cls, stock))
 
 
 def compare(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
     """Both modes with the class by itself; what kind of case it is and why."""
-    traced = True
-    try:
-        for mode in ("forward", "backward"):
-            fused: list[Optimizer] = []
+    for mode in ("forward", "backward"):
+        fused: list[Optimizer] = []
 
-            def wrap(optimizer: Optimizer, mode: str = mode) -> Optimizer:
-                fused.append(optfuse.fuse(optimizer, mode=mode))  # noqa: B023
-                return fused[-1]  # noqa: B023
+        def wrap(optimizer: Optimizer, mode: str = mode) -> Optimizer:
+            fused.append(optfuse.fuse(optimizer, mode=mode))  # noqa: B023
+            return fused[-1]  # noqa: B023
 
+        try:
             difference = first_difference(training(cls, wrap), stock)
-            if difference is not None:
-                return DIFFERENT, f"{mode}: {difference}"
-            link = link_of(fused[0])
-            traced = traced and link.traced is not None and not link.traced.untraced
-    except optfuse.Error as error:
-        return REFUSED, str(error)
-    except Exception as error:
-        return DIFFERENT, f"{type(error).__name__}: {error}"
-    return (TRACED if traced else EQUAL), ""
+        except optfuse.Error as error:
+            return (RAISED if mode == "backward" else DIFFERENT), str(error)
+        except Exception as error:
+            return DIFFERENT, f"{mode}: {type(error).__name__}: {error}"
+        if difference is not None:
+            return DIFFERENT, f"{mode}: {difference}"
+    updater = link_of(fused[0]).ledger.updater
+    if not isinstance(updater, Recorded) or updater.passes_ahead:
+        return AHEAD, ""
+    return LEFT, updater.why_left()
 
 
 def run_apart(cls: type[Optimizer]) -> tuple[str, str]:
@@ -255,19 +248,19 @@ def section(chosen: Any) -> dict[str, Any]:
             print(f"{name}: {kind} {why}"[:400], flush=True)
     total = sum(by_package.values(), Counter())
     print("\n".join(f"{n} {kind}" for kind, n in total.items()))
-    refused = {name: short(why) for name, (kind, why) in found.items() if kind == REFUSED}
-    own = {name: short(why) for name, (kind, why) in found.items() if kind == EQUAL and why}
+    raised = {name: short(why) for name, (kind, why) in found.items() if kind == RAISED}
+    left = {name: short(why) for name, (kind, why) in found.items() if kind == LEFT}
     unmade = {name: short(why) for name, (kind, why) in found.items() if kind == UNMADE}
     return {
         "steps": STEPS,
         "classes": len(found),
         "counts": total,
         "by package": by_package,
-        "refused because": Counter(refused.values()),
         "different": {name: why for name, (kind, why) in found.items() if kind == DIFFERENT},
-        "traced": [name for name, (kind, _) in found.items() if kind == TRACED],
-        "own step() because": own,
-        "refused": refused,
+        "in backward()": [name for name, (kind, _) in found.items() if kind == AHEAD],
+        "left to step() because": Counter(left.values()),
+        "left to step()": left,
+        "raises in backward mode": raised,
         "not run by itself because": Counter(unmade.values()),
         "not run by itself": [*unmade],
     }

@@ -136,7 +136,7 @@ class Step:
         return _record(twin, self.max_grad_norm, copy.deepcopy(self.eager, memo))
 
     def described(self) -> str:
-        counts = dict(zip(_COUNTS, self.counts, strict=True))
+        counts = last_counts(self)
         return (
             f"its own step() is recorded: in the last one {counts['lines']} operators ran as "
             f"{counts['programs']} programs and {counts['operators']} operators, and "
@@ -194,6 +194,9 @@ def unfuse_recorded(optimizer: Optimizer) -> None:
             optimizer.__dict__[_STEP] = step.before
 
 
-def last_counts(optimizer: Optimizer) -> dict[str, int]:
-    """What the last step() of an optimizer in forward mode has run."""
-    return dict(zip(_COUNTS, optimizer.__dict__[RECORDED].counts, strict=True))
+def last_counts(step: Step | None = None) -> dict[str, int]:
+    """Those of an optimizer's last step(), or of this thread's."""
+    counts = (ctypes.c_int64 * len(_COUNTS))()
+    if step is None:
+        lib.of_shim_recorded_counts(counts)
+    return dict(zip(_COUNTS, counts if step is None else step.counts, strict=True))

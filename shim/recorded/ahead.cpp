@@ -316,15 +316,16 @@ void Ahead::hide_numbers() {
     exchange_back(&undo);
 }
 
-bool Ahead::numbers_are_written() const {
-    const auto is_written = [](const Undo &one) {
-        return std::memcmp(one.before.data(), address(one.storage.unsafeGetStorageImpl()),
-                           one.storage.nbytes()) != 0;
-    };
-    ska::flat_hash_set<const c10::StorageImpl *> seen; // the first of a storage is what was there
-    return std::any_of(its_tape->undo.begin(), its_tape->undo.end(), [&](const Undo &one) {
-        return seen.insert(one.storage.unsafeGetStorageImpl()).second && is_written(one);
-    });
+std::vector<int64_t> Ahead::written_numbers() const {
+    std::vector<int64_t> found;
+    ska::flat_hash_set<const void *> seen; // the first of a storage is what was there
+    for (const Undo &one : its_tape->undo) {
+        const void *const memory = address(one.storage.unsafeGetStorageImpl());
+        if (seen.insert(memory).second &&
+            std::memcmp(one.before.data(), memory, one.storage.nbytes()) != 0)
+            found.push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(memory)));
+    }
+    return found;
 }
 
 void Ahead::confirm() {

@@ -72,8 +72,8 @@ class Ahead {
 
     // Slots whose gradient has not come, or is one that step() has not seen.
     std::vector<size_t> unexpected(const Plan &plan) const;
-    // Whether somebody has written to small tensors since then.
-    bool numbers_are_written() const;
+    // The addresses of small tensors to which somebody has written since then.
+    std::vector<int64_t> written_numbers() const;
     // step() is called: small tensors get what it has written to them at once.
     void confirm();
     // Its lines have run, or are given up. With the GIL.

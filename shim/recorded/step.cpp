@@ -291,8 +291,8 @@ std::vector<int64_t> unexpected(int64_t address) {
     return {found.begin(), found.end()};
 }
 
-bool numbers_written(int64_t address) {
-    return plan_at(address).ahead->numbers_are_written();
+std::vector<int64_t> written_numbers(int64_t address) {
+    return plan_at(address).ahead->written_numbers();
 }
 
 void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
@@ -300,7 +300,8 @@ void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
 void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
 
 void leave_to_step(int64_t address, std::string why) {
-    plan_at(address).ahead->why = std::move(why);
+    if (const auto &ahead = plan_at(address).ahead)
+        ahead->why = std::move(why);
 }
 
 // The tensors that updates of this step read and write beside parameters and gradients.
@@ -328,7 +329,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
     m.def("unexpected(int plan) -> int[]", unexpected);
     m.def("tensors_ahead(int plan) -> Tensor[]", tensors_ahead);
-    m.def("numbers_written(int plan) -> bool", numbers_written);
+    m.def("written_numbers(int plan) -> int[]", written_numbers);
     m.def("confirm_ahead(int plan) -> ()", confirm_ahead);
     m.def("end_ahead(int plan) -> ()", end_ahead);
     m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);

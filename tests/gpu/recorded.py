@@ -18,7 +18,7 @@ from traced import in_each_dtype
 from traced_classes import TRACEABLE
 
 import optfuse
-from optfuse._recorded import last_counts
+from optfuse import _recorded
 
 # NumPy takes no tensor on a GPU; and one whose state are lists.
 LEFT_OUT = ("Looks", "Addresses", "KeepsAnAddress", "Gathers")
@@ -38,7 +38,7 @@ def each_class(on: On, dtype: torch.dtype) -> None:
                 getattr(optimizer, "train", bool)()
                 deliver(optimizer, gradients(step), "forward")
                 optimizer.step()
-            counts = last_counts(ours)
+            counts = _recorded.last_counts()
             if step % LOOK_EVERY == LOOK_EVERY - 1:
                 what = f"{cls.__name__}, step {step + 1}"
                 assert_same_optimizers(what, ours, stock, gradients=False)
@@ -67,8 +67,7 @@ def each_operator(on: On, dtype: torch.dtype) -> None:
         for _ in range(3):  # the third runs programs
             optimizer.step()
         ran += 1
-        counts = last_counts(optimizer)
-        if counts["operators"] or not counts["programs"]:
+        if _recorded.last_counts()["operators"] or not _recorded.last_counts()["programs"]:
             by_operator.append(name)
         made = [optimizer.state[p]["made"] for p in params]
         if any(different(a, b) for a, b in zip(made, wanted, strict=True)):

@@ -86,11 +86,21 @@ class Recorded(Updater):
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
+        self.passes_ahead = 0  # backward passes at whose first gradient step() has run
+
+    def why_left(self) -> str:
+        """The reason for which the last pass was left to step(); or nothing."""
+        why: str = torch.ops.optfuse.why_not_ahead(self._plan)
+        return why
+
+    def described(self) -> str:
+        why = self.why_left()
+        left = f"; now backward() leaves all to it, since it {why}" if why else ""
+        times = "once" if self.passes_ahead == 1 else f"{self.passes_ahead} times"
+        return f"its step() ran {times} at the first gradient of backward(){left}"
 
     def explained(self, label: Callable[[int], str]) -> str:
-        why = torch.ops.optfuse.why_not_ahead(self._plan)
-        left = f"; backward() leaves all to it, since it {why}" if why else ""
-        return f"own step(), whose operators are recorded{left}"
+        return f"own step(), whose operators are recorded: {self.described()}"
 
     def tried_on_cpu(self) -> int:
         return 0
@@ -106,11 +116,11 @@ class Recorded(Updater):
             raise Error(CHANGED_GROUPS)
         self.give_up(optimizer)
 
+    def layout(self, groups: Groups) -> None:
+        torch.ops.optfuse.leave_to_step(self._plan, "has new parameters")
+
     def noted(self) -> Noted | None:
         return None if self._run is None else self._run.noted
-
-    def layout(self, groups: Groups) -> None:
-        """Nothing is known by slot here."""
 
     def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
         return True  # the library finds in step() what updates use
@@ -192,6 +202,7 @@ class Recorded(Updater):
             run.put_back(optimizer)
             self._end()
             raise
+        self.passes_ahead += 1
         run.hide(optimizer, self._stock, self._plan)
         return True
 
@@ -206,8 +217,9 @@ class Recorded(Updater):
         changed = None
         if not super().is_unconfirmed():  # else the library has asked already
             changed = run.changed(optimizer) if same_state else "the state"
-        if changed is None and torch.ops.optfuse.numbers_written(self._plan):
-            changed = "a number in the state"
+        written = changed is None and torch.ops.optfuse.written_numbers(self._plan)
+        if written:
+            changed = "the state" + _owner_of(optimizer, slots, set(written))
         self._complained = True
         if changed is not None and guard("ahead_late"):
             raise Error(_LATE.format(changed))
@@ -354,6 +366,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _has_tensors(value: Any) -> bool:
     return next(_tensors(value), None) is not None
+
+
+def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
+    for slot, param in enumerate(slots.params):
+        for tensor in _tensors(optimizer.__dict__["state"].get(param)):
+            if tensor.data_ptr() in addresses:
+                return f" of {slots.labels[slot]}"
+    return ""
 
 
 def _are_same(known: Any, found: Any) -> bool:

@@ -30,7 +30,9 @@ TRACED = [kind for kind in KINDS if kind.startswith("traced")]
 
 
 @pytest.fixture(autouse=True)
-def registered():
+def registered(monkeypatch):
+    """Recorded classes that share state are left to step() (tests/python/recorded)."""
+    monkeypatch.setenv("OPTFUSE_RECORDED", "0")
     optfuse.register(own_classes.Tensors, per_parameter=True)
 
 

@@ -107,7 +107,8 @@ def test_what_is_noted_of_releases_is_so(rule, dtype, monkeypatch):
 def test_kernels_run_where_a_trial_finds_stocks_bits(cls, dtype, unknown, monkeypatch):
     if (cls, dtype) in BROKEN:
         pytest.skip("PyTorch's fused SGD in 16 bits is broken in this release")
-    optimizer = optfuse.fuse(build(cls, model_for(cls).to(getattr(torch, dtype)).parameters()))
+    optimizer = build(cls, model_for(cls).to(getattr(torch, dtype)).parameters())
+    optfuse.fuse(optimizer, recorded=False)
     assert stock_trial.known, "there was no trial"
     found = optfuse.summary(optimizer)
     monkeypatch.undo()
@@ -258,7 +259,7 @@ def test_only_a_cast_to_a_dtype_that_is_not_known_is_refused(monkeypatch):
 def test_operators_give_way_to_the_class_when_a_model_was_cast(unknown, python_updates):
     for cast in (False, True):
         model = model_for(Adafactor).to(torch.float32 if cast else torch.float64)
-        optimizer = optfuse.fuse(Adafactor(model.parameters()))
+        optimizer = optfuse.fuse(Adafactor(model.parameters()), recorded=False)
         model.double()
         step_of_doubles(model, optimizer)  # the class makes the state
         python_updates.clear()

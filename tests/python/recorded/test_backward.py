@@ -345,3 +345,25 @@ def test_a_drawn_class_is_equal_or_an_error(first):
         for a, b in zip(ours, stock, strict=True):
             assert not differing(a, b).any(), seed
     assert errors < 10
+
+
+@pytest.mark.parametrize("name", ("Elementwise", "Lists", "Norms"))
+def test_optimizers_that_share_state_have_stocks_bits(name):
+    def train(fused):
+        first, second = (Script(KINDS[name], fused, 3) for _ in range(2))
+        first.fuse = second.fuse = None
+        for i in range(6):
+            if i == 3:
+                pairs = zip(first.params, second.params, strict=True)
+                for p, q in pairs:
+                    second.optimizer.state[q] = first.optimizer.state[p]
+            for script in (first, second):
+                plain(script, [], i)
+            for script in (second, first):
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+                script.note([script.params, list(script.optimizer.state.values())])
+        return first.noted + second.noted
+
+    for a, b in zip(train(True), train(False), strict=True):
+        assert not differing(a, b).any()

@@ -229,7 +229,7 @@ def test_each_kind_of_class_has_stocks_bits_in_other_dtypes(name, dtype):
 def counts_after(cls, steps=4):
     world = World(cls, fused=True)
     world.steps(steps)
-    return _recorded.last_counts(world.optimizer)
+    return _recorded.last_counts(world.optimizer.__dict__[RECORDED])
 
 
 @pytest.mark.parametrize("name", ["Elementwise", "OldStyle"])
