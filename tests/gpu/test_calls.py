@@ -46,6 +46,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
         "full": [
             "build",
             "operators of programs",
+            "recorded steps",
             "bits of stock fused=True",
             "transparency",
             "negative controls",

@@ -77,7 +77,7 @@ def measured(cls: Any, case: Case, device: torch.device) -> str:
     api = torch.get_device_module(device)
     own, ours = (cls(params_of(case, device)) for _ in range(2))
     try:
-        optfuse.fuse(ours)
+        optfuse.fuse(ours, recorded=False)
     except optfuse.Error as error:  # operators may round otherwise on this GPU
         return f"{name:24} {cls.__name__:14} {error}"
 

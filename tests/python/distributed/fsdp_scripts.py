@@ -79,7 +79,7 @@ def traced(mode, cls):
         yield from training(model, optimizer)
         is_traced(optimizer, mode)
 
-    same(script, mode)
+    same(script, mode, recorded=False)
 
 
 def is_traced(optimizer, mode):
@@ -94,7 +94,7 @@ def not_traced(_):
     """A norm of a part is not the norm of the whole."""
     optimizer = TrustRatio(shard(Net()).parameters())
     with pytest.raises(optfuse.Error, match="of a DTensor parameter they would see this process"):
-        optfuse.fuse(optimizer)
+        optfuse.fuse(optimizer, recorded=False)
     assert optimizer.state == {}
 
 
@@ -109,8 +109,20 @@ def not_for_dtensors(_):
     """Without DTensors among its copies the trial would find nothing."""
     optimizer = NotForDTensors(shard(Net()).parameters())
     with pytest.raises(optfuse.Error, match="it raises AssertionError"):
-        optfuse.fuse(optimizer)
+        optfuse.fuse(optimizer, recorded=False)
     assert optimizer.state == {}
+
+
+@scenario("forward", "backward", **{cls.__name__: {"cls": cls} for cls in (*CLASSES, TrustRatio)})
+def recorded(mode, cls):
+    """DTensor answers the operators, and they are on no line: all of it is stock's."""
+
+    def script(wrap):
+        model = shard(Net())
+        optimizer = wrap(cls(model.parameters()))
+        yield from training(model, optimizer)
+
+    same(script, mode, prove=False, recorded=True)
 
 
 @scenario("forward", "backward")

@@ -11,13 +11,15 @@ from collections import Counter
 
 import pytest
 import torch
-from common import assert_same, snapshot
+from common import assert_same, same, snapshot
 from optim_entries import OURS
 from optim_inputs import INFOS, Input, flagged_inputs, make, plain_inputs, reference, shapes_of
 from test_bits import broken, joined, normal, pieces_of
 
 import optfuse
+from optfuse._options import is_recorded
 from optfuse._own_step.register import INDEPENDENT
+from optfuse._recorded import last_counts
 from optfuse._rules import RULES
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -26,6 +28,7 @@ LOOK_AT = (5, 12, STEPS - 1)  # in between, updates stay pending until the next 
 MODES = ("forward", "backward")
 OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
+#: Refused where step() is not recorded, and why.
 NEVER = {
     "LBFGS": "it evaluates the loss several times a step",
     "SparseAdam": "it is for sparse gradients",
@@ -138,8 +141,11 @@ def fused_run(one, dtype, mode, look):
         optimizer.step()
         if step in LOOK_AT:
             look(optimizer, params)
-    created = optfuse.summary(optimizer).created
-    assert created == STEPS * len(params), f"{created} updates were made"
+    if is_recorded(optimizer):
+        assert last_counts()["lines"], "no operator was recorded"
+    else:
+        created = optfuse.summary(optimizer).created
+        assert created == STEPS * len(params), f"{created} updates were made"
     return optimizer
 
 
@@ -186,7 +192,7 @@ def try_out(one, dtype, mode, stock):
         params = [torch.nn.Parameter(t.clone()) for t in tape(one.name, dtype)[0]]
         optimizer = make(one, params[:1] if one.name == "LBFGS" else params)
         with pytest.raises(optfuse.Error, match=reason):
-            optfuse.fuse(optimizer, mode=mode)
+            optfuse.fuse(optimizer, mode=mode, recorded=False)
         assert type(optimizer) is INFOS[one.name].optim_cls, "refused, but changed"
         return "refused"
     looks = iter(stock)
@@ -247,6 +253,32 @@ def test_every_input_in_other_dtypes(name, dtype, several_threads):
     all_right(name, dtype)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NEVER)
+def test_every_input_of_what_is_recorded_only(name, mode, several_threads):
+    inputs = plain_inputs(name) + flagged_inputs(name)
+    assert len(inputs) > 5
+
+    def script(wrap):
+        for one in inputs:
+            torch.manual_seed(0)
+            table, head = torch.nn.Embedding(9, 4, sparse=name == "SparseAdam"), torch.randn(4, 3)
+            optimizer = wrap(make(one, [table.weight]))
+
+            def closure(optimizer=optimizer, table=table, head=head):
+                optimizer.zero_grad()
+                loss = (table(torch.tensor([1, 2, 2, 7])).tanh() @ head - 1).square().sum()
+                loss.backward()
+                return loss
+
+            for i in range(STEPS):
+                yield f"loss {i} of {one}", optimizer.step(closure)
+            yield f"parameter by {one}", table.weight.detach()
+            yield f"state of {one}", dict(optimizer.state[table.weight])
+
+    same(script, mode, prove=False)
+
+
 def test_the_recorded_gradients_leave_most_elements_finite():
     """Where all is NaN, equal says little."""
     for name in sorted(set(INFOS) - set(NEVER)):
@@ -282,7 +314,7 @@ def test_units_in_the_last_place(dtype):
 # The count
 
 
-def test_every_class_is_fused_or_never_will_be():
+def test_every_class_has_a_rule_or_is_recorded_only():
     fused = {cls.__name__ for cls in {*RULES, *INDEPENDENT}}
     assert fused == set(INFOS) - set(NEVER)
 

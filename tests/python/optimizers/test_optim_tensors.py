@@ -95,7 +95,7 @@ def test_complex_parameters_are_refused(cls, mode):
     params = [nn.Parameter(torch.randn(2, 3, dtype=torch.complex64))]
     optimizer = build(cls, params, **({"fused": False} if accepts(cls, "fused") else {}))
     with pytest.raises(optfuse.Error, match="parameter 0 of group 0 .* it is complex"):
-        optfuse.fuse(optimizer, mode=mode)
+        optfuse.fuse(optimizer, mode=mode, recorded=False)
     assert type(optimizer) is cls
 
 
@@ -103,9 +103,23 @@ def test_complex_parameters_are_refused(cls, mode):
 @both_modes
 def test_sparse_gradients_are_refused_with_the_parameter_named(cls, mode):
     table = nn.Embedding(5, 3, sparse=True)
-    optimizer = optfuse.fuse(build(cls, table.parameters()), mode=mode)
+    optimizer = optfuse.fuse(build(cls, table.parameters()), mode=mode, recorded=False)
     before = snapshot(table.weight.detach())
     with pytest.raises(optfuse.Error, match=r"parameter 0 of group 0 .*sparse"):
         table(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert_same("the weight", table.weight.detach(), before)
+
+
+@pytest.mark.parametrize("what", ["complex parameters", "sparse gradients"])
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
+def test_a_step_that_is_recorded_refuses_what_it_refuses_in_stock(cls, what):
+    table = nn.Embedding(5, 3, sparse=what == "sparse gradients")
+    if what == "complex parameters":
+        table.to(torch.complex64)
+    optimizer = optfuse.fuse(build(cls, table.parameters()))
+    before = snapshot(table.weight.detach())
+    table(torch.tensor([1, 2])).abs().sum().backward()
+    with pytest.raises(RuntimeError, match=f"{cls.__name__} does not support {what}"):
         optimizer.step()
     assert_same("the weight", table.weight.detach(), before)

@@ -205,7 +205,11 @@ class Unknown(torch.optim.RMSprop):
         return super().step(closure)
 
 
-def test_an_optimizer_without_fused_is_compared_with_the_default_one():
+def test_an_optimizer_without_fused_is_compared_with_the_default_one(monkeypatch):
+    result = compare(lambda wrap: build(wrap, Unknown))
+    assert (result.baseline, result.reference) == ("default", "default")
+    assert all(result[name].ms is not None and not result[name].note for name in OURS)
+    monkeypatch.setenv("OPTFUSE_RECORDED", "0")
     result = compare(lambda wrap: build(wrap, Unknown))
     assert (result.baseline, result.reference) == ("default", "default")
     assert "fused" in result["fused=True"].note

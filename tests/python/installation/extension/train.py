@@ -153,7 +153,10 @@ def with_the_gil() -> None:
 
     optfuse.register(Slow, per_parameter=True)
     shared = params()
-    python, cxx = optfuse.fuse(Slow(shared, lr=0.1, foreach=False)), InCxx(shared, 1e-2)
+    python, cxx = (
+        optfuse.fuse(Slow(shared, lr=0.1, foreach=False), recorded=False),
+        InCxx(shared, 1e-2),
+    )
     with_gil = ctypes.PyDLL(EXTENSION).both_step_with_gil
     with_gil.argtypes = [ctypes.c_int64]
 
