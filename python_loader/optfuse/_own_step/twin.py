@@ -28,6 +28,7 @@ _HOOKS = tuple(
     for what in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
+_HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__
 # Attributes that PyTorch writes in step() for itself: in wrappers, and a check that its fused
 # implementations need to make once.
 COUNTERS = (
@@ -55,9 +56,11 @@ class OwnMethod:
 
 
 def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """The class's step() without the profiler's and the hooks' wrapper."""
+    """The class's own step() without the profiler's and the hooks' wrapper, but with a script's, to
+    which functools.wraps() gives the attributes of that one."""
     step: Any = stock.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    is_hooked = getattr(step, "__code__", None) is _HOOKED
+    return step.__wrapped__ if is_hooked else step  # type: ignore[no-any-return]
 
 
 def copied(value: Any) -> Any:

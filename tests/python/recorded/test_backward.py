@@ -4,6 +4,7 @@
 import collections
 import contextlib
 import copy
+import functools
 import pickle
 import random
 import threading
@@ -367,3 +368,40 @@ def test_optimizers_that_share_state_have_stocks_bits(name):
 
     for a, b in zip(train(True), train(False), strict=True):
         assert not differing(a, b).any()
+
+
+def halved(step):
+    @functools.wraps(step)  # has the attributes of PyTorch's own wrapper, too
+    def wrapper(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+        return step(self, closure)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("registered", (False, True))
+def test_a_wrapper_around_pytorchs_wrapper_is_part_of_the_step(registered):
+    class Plain(KINDS["Elementwise"]):
+        pass
+
+    Plain([torch.nn.Parameter(torch.ones(2))])  # PyTorch wraps step() when one is made
+
+    class Halved(Plain):
+        step = halved(Plain.step)
+
+    optfuse.register(Halved, per_parameter=registered)
+
+    def train(fused):
+        param = torch.nn.Parameter(torch.ones(4))
+        optimizer = Halved([param])
+        if fused:
+            optfuse.fuse(optimizer, "backward")
+        for _ in range(5):
+            (param * param).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return param.detach()
+
+    assert torch.equal(train(True), train(False))
