@@ -113,14 +113,6 @@ OF_API bool of_shim_same_kinds(of_shim_plan *plan, bool whole, bool by_shape);
 /* Whether every parameter of a cohort (set_program()) has a gradient. False also of DTensors. */
 OF_API bool of_shim_have_gradients(of_shim_plan *plan, size_t cohort);
 
-/* The operators of a step() on stand-ins, to be compared with the next one (shim/traced/replay.cpp). From
- * play to played on this thread operators on its stand-ins are answered by it. */
-typedef struct of_shim_replay of_shim_replay;
-OF_API void of_shim_play(of_shim_replay *replay);
-/* Whether the step() was the same, but for the numbers; these are written down. */
-OF_API bool of_shim_played(of_shim_replay *replay, double *numbers);
-OF_API void of_shim_replay_free(of_shim_replay *replay);
-
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 

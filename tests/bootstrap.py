@@ -41,8 +41,7 @@ PACKAGES = ["matplotlib", "numpy", "scikit-learn"]
 FRAMEWORKS = ["accelerate>=1.10", "lightning>=2.5", "transformers>=5.0", "pillow"]
 # Without what they ask for: PyPI's torchvision would bring a torch of its own along. It goes into
 # a directory of its own, too, since Lightning imports what it finds (recipes/drive.py).
-# heavyball, with what it imports, is for tests/python/own_step/test_heavyball.py.
-ALONE = ["timm>=1.0.20", "heavyball==3.2.1", "opt_einsum>=3.4.0"]
+ALONE = ["timm>=1.0.20"]
 VISION = VENV / "torchvision"
 INSTALL = [str(PYTHON), "-m", "pip", "install"]
 # Python compiles modules when they are first imported; most of these never are.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +22,6 @@ from optfuse._arguments.check import (
     whole,
 )
 from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
-from optfuse._arguments.old_keywords import with_old_keywords
 from optfuse._arguments.wrappers import returns_the_wrapper
 from optfuse._classes import become_fused, become_stock, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
@@ -73,7 +72,6 @@ def fuse(
     bucket_bytes: int = 0,
     products: str | None = None,
     recorded: bool | None = None,
-    **old: Any,
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
@@ -110,7 +108,6 @@ def fuse(
         when its gradient is there (docs/any-optimizer.md). False: it is traced instead
         (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else yes for
         parameters on the CPU.
-    old: the keywords of the last release, with a DeprecationWarning.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -118,8 +115,6 @@ def fuse(
     and raises if it was to clip.
     """
     mode = mode_of(mode)
-    if old:
-        mode = with_old_keywords(mode, old, stacklevel=4)
     if is_disabled():
         _refuse_to_lose(mode)
         return optimizer

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import guard
-from optfuse._own_step.steady import Path, paths
 from optfuse._trials.compare import difference
 
 Entry = dict[Any, Any]
+Path = tuple[Any, ...]  # keys of dicts in dicts
 _SCALE = ("grad_scale", "found_inf")
 
 
@@ -35,7 +35,7 @@ class Used:
 
     def make(self, slot: int, entry: Entry, is_over: bool) -> None:
         """An entry was made or run through. is_over: by the update itself, not for it."""
-        self.made[slot] = dict(paths(entry)), _versions(entry) if is_over else None
+        self.made[slot] = dict(_paths(entry)), _versions(entry) if is_over else None
 
     def changed_scale(self, optimizer: Optimizer) -> str | None:
         """The name of the attribute, if a loss scale or an overflow flag has changed."""
@@ -53,8 +53,8 @@ class Used:
     ) -> str | None:
         """A sentence with a gap for the parameter's label. then: the entry that updates used, if
         they did not make it. keys: of an entry, that an update uses; None: all."""
-        used, versions = self.made.get(slot) or (dict(paths(then)), None)
-        now = dict(paths(now))
+        used, versions = self.made.get(slot) or (dict(_paths(then)), None)
+        now = dict(_paths(now))
         for path in {**used, **now} if keys is None else ((key,) for key in keys):
             if (path in used) != (path in now) or _is_changed(used.get(path), now.get(path)):
                 how = "removed" if path not in now else "replaced" if path in used else "added"
@@ -63,6 +63,15 @@ class Used:
         if versions is not None and versions != _versions(now):
             return "the state of {} was written in place"
         return None
+
+
+def _paths(entry: Entry, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of dicts in dicts, with the keys that lead there."""
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            yield from _paths(value, (*at, key))
+        else:
+            yield (*at, key), value
 
 
 def _is_changed(then: Any, now: Any) -> bool:

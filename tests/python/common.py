@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import tempfile
 import types
-import warnings
 from pathlib import Path
 
 import cheap_seeds  # noqa: F401 - for all who seed
@@ -28,9 +27,6 @@ from torch import nn
 
 import optfuse
 from optfuse._options import is_recorded
-
-# pyproject.toml says so to pytest; this is for the processes that tests start.
-warnings.filterwarnings("error", r"optfuse: fuse\(\) will lose", DeprecationWarning)
 
 HERE = Path(__file__).parent
 FUSE = ("eager", "strict", "bucket_bytes", "recorded")  # options of fuse() in both modes

@@ -118,9 +118,6 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_seal_consumed": (None, [_Bool]),
 }
 _WITH_GIL: _Prototypes = {
-    "of_shim_play": (None, [ctypes.c_void_p]),
-    "of_shim_played": (_Bool, [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]),
-    "of_shim_replay_free": (None, [ctypes.c_void_p]),
     "of_shim_ledger_open": (None, [_Plan, _Object, _Object, _Object]),
     "of_shim_ledger_rebuild": (_Int, [_Plan, _Object]),
     "of_shim_ledger_step": (_Int, [_Plan, _Object, _Bool]),

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._library.bindings import guard
-from optfuse._own_step.elsewhere import codes_of, functions_reached, names_of
+from optfuse._own_step.code import codes_of, functions_reached, names_of
 from optfuse._own_step.reach import reachable
 from optfuse._own_step.twin import (
     attributes_of,

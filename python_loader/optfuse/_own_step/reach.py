@@ -9,7 +9,7 @@ import types
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -123,10 +123,9 @@ def span_of(tensor: Tensor) -> tuple[str, int, int] | None:
     return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 
 
-def why_reaches_too_much(optimizer: Optimizer, emptied: Container[str] = ()) -> str | None:
+def why_reaches_too_much(optimizer: Optimizer) -> str | None:
     """Why a copy of the optimizer would still reach the original: it holds optimizers, parameters
-    or this optimizer itself where copying does not replace them. emptied: attributes that a copy
-    has without what is in them."""
+    or this optimizer itself where copying does not replace them."""
     groups, state = optimizer.__dict__["param_groups"], optimizer.__dict__["state"]
     params = [p for group in groups for p in group["params"]]
     real = Memory(t for p in params for t in (p, p.grad) if t is not None)
@@ -134,7 +133,7 @@ def why_reaches_too_much(optimizer: Optimizer, emptied: Container[str] = ()) -> 
     places = [
         (f"its attribute {name!r}", value)
         for name, value in unbound(optimizer.__dict__, optimizer).items()
-        if name not in HIDDEN and name not in emptied
+        if name not in HIDDEN
     ]
     places += [(f"state[{k!r}]", v) for k, v in state.items() if isinstance(k, CONSTANT)]
     for i, group in enumerate(groups):

@@ -17,11 +17,9 @@ from optfuse._arguments.check import FLAG, OPTIMIZER_CLASS, checked
 from optfuse._library.bindings import Error
 from optfuse._own_step.looks import why_looked_at
 from optfuse._own_step.settings import Promise
-from optfuse._own_step.steady_trial import try_steady
-from optfuse._own_step.trial import CompiledError, DependentError, name_of, try_promise
+from optfuse._own_step.trial import name_of, try_promise
 from optfuse._own_step.twin import HIDDEN, Group, attributes_of, own_options, step_of
 from optfuse._rules import RULES
-from optfuse._trials.own_thread import sets_no_threads
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _registered: dict[type[Optimizer], bool] = {}  # whether for subclasses of Tensor, too
@@ -41,7 +39,8 @@ def register(cls: type[Optimizer], per_parameter: bool = True, *, subclasses: bo
         it does to one depends on that one's gradient and state, on the options of
         its group and on attributes of the optimizer. Options and attributes may
         change with a step, as counters do, if the change depends on no parameter.
-        The first steps of a group may be of all its parameters together.
+        This holds from the first step on: a class whose first steps are of all parameters
+        of a group together is refused.
         False takes the registration back.
     subclasses: your promise that step() does to parameters of a subclass of Tensor or Parameter
         what it does to others. Without it fuse() refuses them.
@@ -113,24 +112,10 @@ def check_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
         raise Error(f"optfuse: can't fuse {name_of(stock)}: {why}. Use the optimizer as it is")
     kind = _kind(optimizer)
     if kind is None:
-        return _try_either(optimizer, stock)
-    if (stock, kind) not in _known:
-        _known[stock, kind] = _try_either(optimizer, stock)
-    return _known[stock, kind]
-
-
-@sets_no_threads
-def _try_either(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
-    """A class may treat parameters independently of each other after the first steps only."""
-    try:
         return try_promise(optimizer, stock)
-    except DependentError as error:
-        try:
-            return try_steady(optimizer, stock)
-        except CompiledError:
-            raise
-        except Exception:  # whatever it is, the first trial's words tell more
-            raise Error(str(error)) from error.__cause__
+    if (stock, kind) not in _known:
+        _known[stock, kind] = try_promise(optimizer, stock)
+    return _known[stock, kind]
 
 
 def _kind(optimizer: Optimizer) -> str | None:

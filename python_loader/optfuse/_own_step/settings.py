@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._own_step.steady import Steady
 from optfuse._own_step.twin import CONSTANT, SHARED, Group, attributes_of, put_shared_state
 from optfuse._trials.compare import deep_copy, difference, same_bits
 
@@ -32,7 +31,6 @@ class Promise:
     attributes: frozenset[str] = frozenset()
     # Those whose objects it writes into, and the keys of such objects in the state.
     written: frozenset[tuple[str, Any]] = frozenset()
-    steady: Steady | None = None  # it updates them one by one in steady groups only
 
     def changes(self) -> bool:
         """Options or attributes."""
@@ -44,7 +42,6 @@ class Promise:
             self.options | other.options,
             self.attributes | other.attributes,
             self.written | other.written,
-            self.steady if other.steady is None else other.steady | self.steady,
         )
 
 

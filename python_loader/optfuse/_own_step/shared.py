@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +23,8 @@ _KEPT = (tuple, frozenset, types.FunctionType, types.MethodType, weakref.ref)
 _PLAIN = (Tensor, list, dict, set, deque, tuple, frozenset)
 
 
-def why_writes_too_much(
-    optimizer: Optimizer, written: Written, but: Container[int] = ()
-) -> str | None:
-    """Why a step() with these writes can't work on copies; None: it can. but: the ids of objects
-    that may be shared."""
+def why_writes_too_much(optimizer: Optimizer, written: Written) -> str | None:
+    """Why a step() with these writes can't work on copies; None: it can."""
     if not written or not guard("reach"):
         return None
     objects: dict[int, tuple[str, bool]] = {}
@@ -37,8 +34,6 @@ def why_writes_too_much(
         for found in reachable(value):
             if writes and kind != "state" and not isinstance(found, _PLAIN):
                 return f"it writes into {place}, which holds an object of {type(found).__name__}"
-            if id(found) in but:
-                continue
             span = span_of(found) if isinstance(found, Tensor) else None
             if span is not None:
                 memory.append((span, place, writes))

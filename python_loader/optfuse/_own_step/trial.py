@@ -49,21 +49,13 @@ from optfuse._own_step.twin import Entry
 from optfuse._own_step.untouched import untouched
 from optfuse._patches.compiled import lists_given
 from optfuse._trials.compare import deep_copy, difference
+from optfuse._trials.own_thread import sets_no_threads
 from optfuse._trials.random_state import random_as_it_was
 
 STEPS = 100  # of one run at most
 
 
-class DependentError(Error):
-    """Parameters depend on each other."""
-
-
-class CompiledError(Error):
-    """The step() calls code of torch.compile with lists of parameters."""
-
-
 T = TypeVar("T")
-TrialT = TypeVar("TrialT", bound="Trial")
 Place = tuple[str, Any]  # "attribute", "option" or "state", and its name
 
 
@@ -71,6 +63,7 @@ def name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+@sets_no_threads
 def try_promise(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     """The changes that the class's step() makes beside updating its parameters one by one. Raises
     optfuse.Error if it does not update them one by one, with nothing changed."""
@@ -93,9 +86,9 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     found = Promise()
     with random_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trials = trials_of(Trial, RUNS, optimizer, stock, random)
+        trials = _trials(optimizer, stock, random)
         with untouched(optimizer, name_of(stock)):
-            refuse_compiled_lists(stock, trials[0][1])
+            _refuse_compiled_lists(stock, trials[0][1])
             for run, trial in trials:
                 found |= trial.run(run, random)
         why = why_writes_too_much(optimizer, found.written)
@@ -104,36 +97,32 @@ def _try_all(optimizer: Optimizer, stock: type[Optimizer]) -> Promise:
     return found
 
 
-def trials_of(
-    make: Callable[..., TrialT],
-    runs: Iterable[Run],
-    optimizer: Optimizer,
-    stock: type[Optimizer],
-    random: torch.Generator,
-) -> list[tuple[Run, TrialT]]:
+def _trials(
+    optimizer: Optimizer, stock: type[Optimizer], random: torch.Generator
+) -> list[tuple[Run, Trial]]:
     """Each run with a trial of its own. Runs of large copies only where a parameter is large."""
     return [
-        (run, make(optimizer, stock, small_copies(optimizer, random, run.large)))
-        for run in runs
+        (run, Trial(optimizer, stock, small_copies(optimizer, random, run.large)))
+        for run in RUNS
         if not run.large or is_any_large(optimizer)
     ]
 
 
 def _refuse(stock: type[Optimizer], why: str) -> None:
     if guard("independent"):
-        raise DependentError(
+        raise Error(
             f"optfuse: can't fuse {name_of(stock)}: its step() does not treat parameters "
             f"independently: {why}. Use the optimizer as it is"
         )
 
 
-def refuse_compiled_lists(stock: type[Optimizer], trial: Trial) -> None:
+def _refuse_compiled_lists(stock: type[Optimizer], trial: Trial) -> None:
     """Before anything is compiled: code for a list of parameters would be compiled for each
     parameter by itself, and torch._dynamo.config.recompile_limit ends that with an error. Runs one
-    step() on copies, uncompiled. Raises CompiledError."""
+    step() on copies, uncompiled."""
     names = trial.compiled_lists()
     if names and guard("independent"):
-        raise CompiledError(
+        raise Error(
             f"optfuse: can't fuse {name_of(stock)}: its step() gives lists of tensors to code of "
             f"torch.compile ({', '.join(sorted(names))}), which is compiled for all of them "
             "together. Let the class run uncompiled, or use the optimizer as it is"
@@ -171,7 +160,7 @@ class Trial:
         """An optimizer like this one, with all small parameters."""
         real = [optimizer.param_groups[i] for i in self._groups]
         options = [with_a_rate(twin.options_alone(group, True)) for group in real]
-        attributes, groups = deep_copy((self._attributes_of(optimizer), options), SETTINGS)
+        attributes, groups = deep_copy((twin.attributes_of(optimizer), options), SETTINGS)
         state: defaultdict[Tensor, Entry] = defaultdict(dict)
         for index, group in zip(self._groups, groups, strict=True):
             group["params"] = [small.param for small in self._smalls if small.group == index]
@@ -181,18 +170,6 @@ class Trial:
         whole = self._stock.__new__(self._stock)
         twin.install(whole, attributes, groups, state)
         return whole
-
-    def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Those that a copy gets, and that are compared."""
-        return twin.attributes_of(optimizer)
-
-    def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Those of the class, as a step has left them."""
-        return twin.own_attributes(attributes)
-
-    def _given(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Those for a step on one parameter."""
-        return {**self._not_own, **attributes}
 
     def _enter_training(self) -> None:
         self._must("called train() on copies", lambda: enter_training(self._whole))
@@ -285,10 +262,10 @@ class Trial:
                 self._refuse(f"{what} raises {error.__cause__!r} if all are stepped at once only")
             return False
         self._compare(what)
-        self._found |= Promise(written=written_of(copies))
+        self._found |= Promise(written=_written_of(copies))
         self._look_at_settings(before, [a for a in alone if a is not None], what)
         now = self._tensors_of_state()
-        self._found |= Promise(replaces_state=any(map(are_others, state, now)))
+        self._found |= Promise(replaces_state=any(map(_are_others, state, now)))
         return True
 
     def _seed(self, seed: int) -> None:
@@ -302,13 +279,13 @@ class Trial:
         """None: it raises an error."""
         own = {small.group: before.options[small.group]}
         settings = copied_settings(Settings(before.attributes, own))
-        attributes = self._given(settings.attributes)
+        attributes = {**self._not_own, **settings.attributes}
         options = settings.options[small.group]
 
         def take() -> Settings:
             done = self._twin.step_alone(attributes, options, small.param, small.entry)
             small.entry = done[0]
-            return Settings(self._own(done[1]), {small.group: twin.own_options(done[2])})
+            return Settings(twin.own_attributes(done[1]), {small.group: twin.own_options(done[2])})
 
         doing = f"took {what} of a copy of {small.name} by itself"
         if must:
@@ -359,7 +336,7 @@ class Trial:
     def _settings(self, copied: bool = False) -> Settings:
         groups = map(twin.own_options, self._whole.param_groups)
         options = dict(zip(self._groups, groups, strict=True))
-        now = Settings(twin.own_attributes(self._attributes_of(self._whole)), options)
+        now = Settings(twin.own_attributes(twin.attributes_of(self._whole)), options)
         return copied_settings(now) if copied else now
 
     def _contents(self) -> list[tuple[Place, Any]]:
@@ -432,11 +409,11 @@ def _copy_of_one(value: Any) -> Any:
     return value.clone() if is_plain else copy.deepcopy(value)
 
 
-def written_of(copies: list[tuple[Place, Any, Any]]) -> frozenset[Place]:
+def _written_of(copies: list[tuple[Place, Any, Any]]) -> frozenset[Place]:
     """The places of what a step has written into, by copies from before."""
     changed = [place for place, value, was in copies if difference("", value, was) is not None]
     return frozenset(changed)
 
 
-def are_others(before: list[Tensor], after: list[Tensor]) -> bool:
+def _are_others(before: list[Tensor], after: list[Tensor]) -> bool:
     return bool(before) and list(map(id, before)) != list(map(id, after))

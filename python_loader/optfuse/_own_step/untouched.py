@@ -7,7 +7,7 @@ address that was taken before can still lead to, are compared by checksums."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,15 @@ def says_what_ran() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untouched(optimizer: Optimizer, name: str, but: Container[str] = ()) -> Iterator[None]:
+def untouched(optimizer: Optimizer, name: str) -> Iterator[None]:
     """Raises optfuse.Error if the body changed anything of the optimizer. Another thread that
-    uses its parameters meanwhile gets an error. but: attributes that copies don't have."""
+    uses its parameters meanwhile gets an error."""
     global trials
     trials += 1
     if not guard("untouched"):
         yield
         return
-    own = {k: v for k, v in optimizer.__dict__.items() if k not in but}
+    own = optimizer.__dict__
     contents = {k: v for k, v in own.items() if k in _CONTENTS or k not in HIDDEN}
     tensors = _tensors_of(optimizer, contents)
     shared: dict[int, Any] = {id(optimizer): optimizer, **{id(t): t for t in tensors}}

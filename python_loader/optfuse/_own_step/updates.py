@@ -13,7 +13,6 @@ import operator
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from optfuse._library.default_device import DefaultDevice
 from optfuse._own_step import twin
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
-from optfuse._own_step.steady import Steady, count, counters_in, put_counters
 from optfuse._own_step.twin import Entry, Group
 from optfuse._trials.compare import difference
 
@@ -33,10 +31,6 @@ owns: dict[int, Own] = {}  # plan -> what its updates need, until it is freed
 _thread = threading.local()
 _CHANGED = (
     "it changed {!r} of the optimizer, as it did not when fuse() tried it; "
-    "use the optimizer as it is"
-)
-_EXCHANGED = (
-    "it exchanged the state of a parameter for another dict, as it did not when fuse() tried it; "
     "use the optimizer as it is"
 )
 _late: list[int] = []  # plans of optimizers that died during an update
@@ -88,7 +82,6 @@ class Own:
         self.noted: Noted | None = None  # backward mode: of what updates use
         self._after = Settings({}, {})  # what a step makes of copies of those
         self._copies = Copies()
-        self.ran = Ran()
         self.default_device = DefaultDevice()  # of the thread that called step() last, or fuse()
         self.layout([])
         owns[plan] = self
@@ -117,16 +110,12 @@ class Own:
         self.noted = None
         if before_gradients:
             self.note(optimizer)
-        if self.promise.steady is not None:
-            self.ran.begin(optimizer, self.promise)
-        elif self.promise.changes():
+        if self.promise.changes():
             self._after = self._without_gradients(optimizer)
 
     def note(self, optimizer: Optimizer) -> None:
         """Later changes of what updates use are told by this."""
-        steady = self.promise.steady
-        but = steady.maps if steady is not None else frozenset()
-        self.noted = Noted(optimizer, self._stock, but)
+        self.noted = Noted(optimizer, self._stock)
 
     def _without_gradients(self, optimizer: Optimizer) -> Settings:
         """The settings as this step leaves them where no parameter has a gradient."""
@@ -145,40 +134,10 @@ class Own:
     def advance(self, optimizer: Optimizer) -> None:
         """Options and attributes become what stock's step() makes of them. Updates go on
         with those of begin()."""
-        if self.promise.steady is not None:
-            self._advance_steady(optimizer, self.promise.steady)
-            return
         self._copies.put_attributes(optimizer, self._after.attributes, self.promise.attributes)
         for name in self.promise.options:
             for i, group in enumerate(optimizer.param_groups):
                 self._copies.put(group, self._after.options[i], name)
-
-    def _advance_steady(self, optimizer: Optimizer, steady: Steady) -> None:
-        ran, promise = self.ran, self.promise
-        assert ran.attributes is not None
-        for i, group in enumerate(optimizer.param_groups):
-            after = ran.options[i] if i in ran.options else self._idle_options(i, group)
-            for name in promise.options:
-                ran.copies.put(group, after, name)
-        ran.copies.put_attributes(optimizer, ran.attributes, promise.attributes)
-        state = optimizer.__dict__["state"]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, slot in ran.first_slots(self._group_of).items():
-            count(state[params[slot]], steady, optimizer.param_groups[i])
-        if steady.drops_gradients:
-            torch.ops.optfuse.discard(self._plan, sorted(ran.slots))
-        self.ran = Ran()
-
-    def _idle_options(self, number: int, group: Group) -> Group:
-        """Where none of its parameters has a gradient."""
-        alone = {**self._options[number], **self.ran.given[number]}
-        idle = {**alone, "params": twin.without_gradient(group["params"])}
-        attributes = fresh(self._attributes, self.promise.attributes)
-        steady = self.promise.steady
-        maps = steady.maps & attributes.keys() if steady is not None else ()
-        attributes = {**attributes, **{name: {} for name in maps}}  # the placeholder stays outside
-        twin.Twin(self._stock).step(attributes, [idle], defaultdict(dict))
-        return idle
 
     def take_state(self, slot: int, entry: Entry | None) -> list[Tensor | None]:
         """The state of a slot, as the library's set_state() wants it."""
@@ -200,9 +159,6 @@ class Own:
 
     def _run(self, slot: int, param: Tensor) -> Entry | None:
         entry = self._entries[slot]
-        if self.promise.steady is not None:
-            self._run_steady(slot, param, entry, self.promise.steady)
-            return None
         before = list(entry.values()) if entry else []
         group = self._group_of[slot]
         options = fresh(self._options[group], self.promise.options)
@@ -224,39 +180,6 @@ class Own:
         self._entries[slot] = made
         return made if made is not entry else None
 
-    def _run_steady(self, slot: int, param: Tensor, entry: Entry | None, steady: Steady) -> None:
-        """The group's counters and .grad stay as they are until step()."""
-        ran, group, grad = self.ran, self._group_of[slot], param.grad
-        assert entry is not None
-        counters = counters_in(entry, steady)
-        options = {**self._options[group], **ran.given[group]}
-        attributes = {**self._attributes, **ran.given_attributes}
-        if group in ran.options:
-            options = fresh(self._options[group], self.promise.options)
-        if ran.attributes is not None:
-            attributes = fresh(self._attributes, self.promise.attributes)
-        maps = [(name, self._attributes.get(name)) for name in steady.maps]
-        sizes = [len(held or ()) for _, held in maps]
-        try:
-            made, after, changed = self._twin.step_alone(attributes, options, param, entry)
-        finally:
-            param.grad = grad
-            put_counters(entry, steady, counters)
-        if made is not entry:
-            raise Error(_EXCHANGED)
-        after, changed = twin.own_attributes(after), twin.own_options(changed)
-        for (name, held), size in zip(maps, sizes, strict=True):
-            if after.get(name) is not held or len(held or ()) < size:
-                raise Error(_CHANGED.format(name))
-        expected = Settings(after, {group: changed})
-        if group in ran.options:
-            expected = replace(expected, options=ran.options)
-        if ran.attributes is not None:
-            expected = replace(expected, attributes=ran.attributes)
-        self._after = expected
-        self._refuse_changes(group, Settings(after, {group: changed}))
-        ran.note(slot, group, changed, after)
-
     def _refuse_changes(self, group: int, after: Settings) -> None:
         """Raises optfuse.Error for a change that the trial has not found."""
         known = self._after
@@ -270,36 +193,6 @@ class Own:
         ]
         if places:
             raise Error(_CHANGED.format(places[0]))
-
-
-class Ran:
-    """The updates in steady groups that no step() has confirmed yet."""
-
-    def __init__(self) -> None:
-        self.slots: set[int] = set()
-        self.options: dict[int, Group] = {}  # of groups, as the first update has left them
-        self.attributes: dict[str, Any] | None = None
-        # Copies of what a step changes, from which the objects that there are get it.
-        self.copies = Copies()
-        self.given: list[Group] = []
-        self.given_attributes: dict[str, Any] = {}
-
-    def begin(self, optimizer: Optimizer, promise: Promise) -> None:
-        if self.slots:
-            return
-        self.copies = Copies()
-        self.given = [self.copies.of(g, promise.options) for g in optimizer.param_groups]
-        self.given_attributes = self.copies.of_attributes(optimizer, promise.attributes)
-
-    def note(self, slot: int, group: int, options: Group, attributes: dict[str, Any]) -> None:
-        self.slots.add(slot)
-        self.options.setdefault(group, options)
-        if self.attributes is None:
-            self.attributes = attributes
-
-    def first_slots(self, group_of: list[int]) -> dict[int, int]:
-        """By group."""
-        return {group_of[slot]: slot for slot in sorted(self.slots, reverse=True)}
 
 
 def _has_only_none(value: Any) -> bool:

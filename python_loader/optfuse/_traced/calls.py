@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optfuse._traced.given import Given
 from optfuse._traced.standin import (
     CPU,
     DTYPES,
@@ -104,14 +103,12 @@ class _Writer:
         self._called = called
         self.code: list[int] = []
         self.words: list[str] = []
-        self.numbers: list[float | Given] = []
+        self.numbers: list[float] = []
         self.operands: list[Standin] = []
 
     def argument(self, x: Any) -> None:
         if isinstance(x, Standin):
             self._operand(x)
-        elif isinstance(x, Given):
-            self._given(x)
         elif isinstance(x, Tensor):
             self._constant(x)
         elif isinstance(x, list | tuple):
@@ -129,13 +126,6 @@ class _Writer:
             self.numbers.append(x)
         else:
             self._special(x)
-
-    def _given(self, x: Given) -> None:
-        if type(x.value) is not float:
-            self.argument(x.pin())
-            return
-        self.code += (DOUBLE,) if x.dtype is None else (NUMBER, DTYPES[x.dtype])
-        self.numbers.append(x)
 
     def _operand(self, x: Standin) -> None:
         if x.tape is not self._tape:
@@ -361,13 +351,11 @@ def _here(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _blank(tape: Tape, x: Any, any_float: bool) -> Any:
     if isinstance(x, Standin):
         return tape.blank(x)
-    if isinstance(x, Given) and x.dtype is not None:
-        return Blank((), None, x.dtype)
     if isinstance(x, Tensor):
         return Blank(tuple(x.shape), None, x.dtype)
     if isinstance(x, list | tuple):
         return tuple([_blank(tape, item, any_float) for item in x])
-    return plain(x.value if isinstance(x, Given) else x, any_float)
+    return plain(x, any_float)
 
 
 def _like(tape: Tape, made: Any, is_fixed: bool) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,34 +13,13 @@ from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._own_step.twin import CONSTANT, Entry
 from optfuse._traced.counting import Counting
 from optfuse._traced.guide import Place, Recorded
-from optfuse._traced.replay import Replay
 from optfuse._traced.standin import Untraceable
 
-MOST_TURNS = 8
 _HOLES = 1 << 23  # in a word of kinds()
 HOLES = (
     "a parameter has holes between its elements, or they overlap: PyTorch computes some of its "
     "operators there by code that rounds otherwise"
 )
-
-
-@dataclass
-class Turn:
-    """The steps of a cohort behind those that had the same program, but for its numbers."""
-
-    behind: Any  # the structure of that program
-    last: Any = None  # that of the last step behind it
-    replay: Replay | None = None  # of that step
-    learned: int = 0  # how many replays there have been
-    played: int = 0  # how often they were right
-
-    def is_worth_learning(self, now: Recorded, by_shape: bool) -> bool:
-        """Whether the steps are alike, as far as is known. by_shape: all parameters have one
-        shape."""
-        if self.replay is not None or self.learned > 2 + self.played // 8:
-            return False
-        is_same = any(now.program.structure is x for x in (self.behind, self.last))
-        return is_same and (by_shape or not now.looked_at_shape)
 
 
 @dataclass
@@ -51,14 +30,6 @@ class Cohort:
     slots: list[int]
     recorded: Recorded | None = None  # of this step
     counting: Counting | None = None  # if it is known which entries of the state are theirs
-    turns: dict[int, Turn] = field(default_factory=dict)  # by the ids of what they are behind
-
-    def turn(self) -> Turn:
-        """That of the step which comes next."""
-        behind = self.recorded and self.recorded.program.structure
-        if len(self.turns) > MOST_TURNS:
-            self.turns.clear()
-        return self.turns.setdefault(id(behind), Turn(behind))
 
 
 @dataclass

@@ -68,8 +68,6 @@ class Recorded:
     attributes: dict[str, Any]
     looked_at_shape: bool
     looked_at_requires_grad: bool
-    # Each run's decisions at branches on values, and where registers begin behind these.
-    runs: tuple[tuple[tuple[bool, ...] | None, tuple[int, ...]], ...]
 
     def shaped(self) -> set[str]:
         """The names of state tensors that have another shape than the parameter."""
@@ -220,9 +218,8 @@ def _joined(runs: list[_Run]) -> Recorded:
     looked = any(tape.looked_at_shape for tape in tapes)
     at_requires_grad = any(tape.looked_at_requires_grad for tape in tapes)
     of_optimizer = first.options, first.after
-    of_runs = tuple((tape.decisions, tape.begins) for tape in tapes)
     return Recorded(
-        program, first.kept, tuple(first.order), *of_optimizer, looked, at_requires_grad, of_runs
+        program, first.kept, tuple(first.order), *of_optimizer, looked, at_requires_grad
     )
 
 
@@ -270,17 +267,12 @@ class Guide:
         self.order = list(names)  # of state tensors
         tape.looked_at_shape = False
 
-    def prepare(self, entry: Entry | None) -> Entry | None:
-        """The state entry that step() is given."""
-        given = None if entry is None else self._with_standins(entry)
-        self.tape.n = TEMPORARY
-        return given
-
     def run(
         self, step_on: Twin, attributes: dict[str, Any], options: Group, entry: Entry | None
     ) -> tuple[dict[str, Any], Group, Entry | None]:
         """Attributes, options and entry after the step."""
-        given = self.prepare(entry)
+        given = None if entry is None else self._with_standins(entry)
+        self.tape.n = TEMPORARY
         try:
             made, after, options = step_on.step_alone(attributes, options, self.param, given)
         except Untraceable:
@@ -296,7 +288,7 @@ class Guide:
             self.tape.give_back((), {})
         self._look_at_tensors(after.pop("state"))
         del after["param_groups"], options["params"]
-        return after, options, None if made is None else self.with_places(made, entry or {})
+        return after, options, None if made is None else self._with_places(made, entry or {})
 
     def _with_standins(self, entry: Entry) -> Entry:
         """Appends to the order what is not in it yet."""
@@ -341,7 +333,7 @@ class Guide:
                     f"it gives tensors attributes: {', '.join(sorted(own_attributes(alive)))}"
                 )
 
-    def with_places(self, entry: Entry, before: Entry) -> Entry:
+    def _with_places(self, entry: Entry, before: Entry) -> Entry:
         """The entry after the step. What was put into it is copied to the register of its
         place."""
         found = {}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optfuse._traced.given import Given
 from optfuse._traced.standin import (
     POINT,
     Called,
@@ -59,8 +58,6 @@ def number(x: Any, like: Standin) -> Number:
     """A number, or a tensor without dimensions; of one that never saw data the value."""
     if isinstance(x, bool | int | float):
         return float(x)
-    if isinstance(x, Given):
-        return x
     tape = like.tape
     if isinstance(x, Standin):
         mixed = not tape.sizes and x.dtype != like.dtype

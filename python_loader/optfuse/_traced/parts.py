@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -103,13 +103,6 @@ def numbers_of(step: Line | Call) -> tuple[Number, ...]:
     return step.numbers if isinstance(step, Call) else step[5:]
 
 
-def with_numbers(step: Line | Call, numbers: tuple[Number, ...]) -> Line | Call:
-    """The same line or call with other numbers."""
-    if isinstance(step, Call):
-        return replace(step, numbers=numbers)
-    return (*step[:5], *numbers)  # type: ignore[return-value]
-
-
 def _known(x: Number) -> float:
     """The number; NaN stands in its place until its register is read (_segment()'s patches)."""
     return math.nan if isinstance(x, Later) else float(x)
@@ -178,34 +171,6 @@ def _grown(tapes: list[list[Line | Call | Branch]], lines: list[Line | Call | Br
         after = [tape[n + 1 :] for tape in tapes if tape[n] == marks[0]]
         nodes.append(_grown(after, lines))
     return _Node(steps, first, (marks[0].register, nodes[0], nodes[1]))
-
-
-def merged(tapes: list[list[Line | Call | Branch]]) -> list[Line | Call | Branch]:
-    """The lines of all tapes, those that they share once."""
-    lines: list[Line | Call | Branch] = []
-    _grown(tapes, lines)
-    return lines
-
-
-Places = tuple[tuple[int, int], ...]  # tapes, by their numbers, and lines of theirs
-
-
-def origins(tapes: list[tuple[int, int, list[Line | Call | Branch]]]) -> Iterator[Places]:
-    """The places of each line that merged() gives; none of a branch. tapes: each with its number,
-    and the line from which on it is looked at."""
-    _, first, one = tapes[0]
-    n = next((i for i, x in enumerate(one[first:]) if isinstance(x, Branch)), len(one) - first)
-    for k in range(n):
-        yield tuple((number, begin + k) for number, begin, _ in tapes)
-    for outcome in (True, False) if first + n < len(one) else ():
-        yield ()
-        yield from origins(
-            [
-                (number, begin + n + 1, lines)
-                for number, begin, lines in tapes
-                if getattr(lines[begin + n], "outcome", None) is outcome
-            ]
-        )
 
 
 def _step(line: Line | Call) -> Step:

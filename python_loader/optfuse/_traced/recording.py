@@ -5,7 +5,7 @@ make of options and attributes."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._own_step import twin
-from optfuse._own_step.elsewhere import draws, may_be_written, names_reached, writes_elsewhere
 from optfuse._own_step.settings import Copies, Promise, Settings, fresh
 from optfuse._own_step.twin import Entry, Group
 from optfuse._traced.cohorts import Cohort, kind_of_shape, mark_of
 from optfuse._traced.guide import Inputs, Recorded, like, place_of, record
-from optfuse._traced.replay import Replay, learn
 from optfuse._traced.standin import ForeignTensor, Made, Untraceable
 from optfuse._trials.compare import difference
 
@@ -42,7 +40,6 @@ class Recording:
         self.before: dict[str, Any] = {}  # attributes of the optimizer
         self.after = Settings({}, {})  # what this step makes of options and attributes
         self.copies = Copies()
-        self.learns = True  # not at the last of all steps
         self.layout([])
 
     def layout(self, groups: list[Group]) -> None:
@@ -99,7 +96,7 @@ class Recording:
         def inputs() -> Inputs:
             options = fresh(twin.options_of(optimizer.param_groups[number]), self.promise.options)
             attributes = fresh(self.before, self.promise.attributes)
-            return _apart((attributes, options, None), self._reached_attributes())
+            return self._apart((attributes, options, None))
 
         attributes, options, _ = inputs()
         of_param = (tuple(param.shape), param.dtype, None, self.names, _strides(param))
@@ -141,103 +138,17 @@ class Recording:
         return tuple(found)
 
     def _record(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> None:
-        turn, recorded, reached = cohort.turn(), None, self._reached_attributes()
-        again = lambda: self._inputs(optimizer, param, cohort)  # noqa: E731
-        inputs = again()
-        if turn.replay is not None:
-            recorded = self._play(turn.replay, inputs, again, reached)
-            turn.played += recorded is not None
-        if recorded is None and turn.replay is not None:
-            turn.replay, inputs = None, again()  # it may have written into those
-        attributes, given, entry = inputs
-        if recorded is None:
-            of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
-            of_all = self._making, param.device, lambda: _apart(again(), reached)
-            first = _apart(inputs, reached)[:2]
-            recorded = record(self._twin, *first, *of_param, *of_all)
+        attributes, given, entry = inputs = self._inputs(optimizer, param, cohort)
+        of_param = tuple(param.shape), param.dtype, entry, self.names, _strides(param)
+        again = lambda: self._apart(self._inputs(optimizer, param, cohort))  # noqa: E731
+        of_all = self._making, param.device, again
+        recorded = record(self._twin, *self._apart(inputs)[:2], *of_param, *of_all)
         cohort.recorded = recorded
         self.names += recorded.names[len(self.names) :]
         self.shaped |= recorded.shaped()
         _must_keep_entries(entry, recorded.entry)
         untouched = _with_own_containers(given, optimizer.param_groups[cohort.group])
         self._take_settings(cohort.group, attributes, untouched, recorded)
-        may = turn.is_worth_learning(recorded, self.by_shape[cohort.group])
-        turn.last = recorded.program.structure
-        may = may and self.learns and self._can_play(param)
-        options = optimizer.param_groups[cohort.group]
-        if may and not self._must_run_once(options, reached):
-            turn.replay = self._learn(optimizer, param, cohort, recorded, reached)
-            turn.learned += 1
-
-    def _can_play(self, param: Tensor) -> bool:
-        """Elsewhere modes of Python see operators, too."""
-        return self._making == "none" and param.device.type == "cpu"
-
-    def _must_run_once(self, options: Group, reached: dict[str, Any]) -> bool:
-        """Whether a step() that is run again, as one that was played in vain, could leave
-        something twice: in a generator of random numbers, or in an attribute without a copy."""
-        return (
-            draws(self._stock)
-            or writes_elsewhere(self._stock)
-            or any(map(_is_shared, reached.values()))
-            or any(
-                _is_shared(value, but=Tensor)
-                for name, value in options.items()
-                if type(value) not in twin.CONSTANT
-                and name not in self.promise.options
-                and name not in twin.NOT_OPTIONS
-            )
-        )
-
-    def _reached_attributes(self) -> dict[str, Any]:
-        """Those that a run is given themselves and may write into."""
-        reached = names_reached(self._stock)
-        return {
-            name: value
-            for name, value in self.before.items()
-            if type(value) not in twin.CONSTANT
-            and name not in _LEFT
-            and name not in self.promise.attributes
-            and (reached is None or name in reached)
-        }
-
-    def _play(
-        self,
-        replay: Replay,
-        inputs: Inputs,
-        again: Callable[[], Inputs],
-        reached: dict[str, Any],
-    ) -> Recorded | None:
-        """None: it was another step(), or one that writes into lists of the optimizer's."""
-        if self._must_run_once(inputs[1], reached):  # since it was learned
-            return None
-        first = _apart(inputs, reached)
-        recorded = replay.play(self._twin, first, lambda: _apart(again(), reached))
-        for name, value in reached.items() if recorded else ():
-            if not _is_same(recorded.attributes.get(name), value):
-                return None
-            recorded.attributes[name] = value
-        return recorded
-
-    def _learn(
-        self,
-        optimizer: Optimizer,
-        param: Tensor,
-        cohort: Cohort,
-        recorded: Recorded,
-        reached: dict[str, Any],
-    ) -> Replay | None:
-        promise = self.promise
-
-        def inputs() -> Inputs:
-            options = twin.options_of(optimizer.param_groups[cohort.group])
-            given = dict(fresh(options, promise.options))
-            attributes = fresh(self.before, promise.attributes)
-            entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
-            return _apart((attributes, given, entry), reached)
-
-        of_param = tuple(param.shape), param.dtype, _strides(param)
-        return learn(self._twin, inputs, of_param, self.names, recorded)
 
     def _inputs(self, optimizer: Optimizer, param: Tensor, cohort: Cohort) -> Inputs:
         """The attributes, options and state entry of a run, with copies of what it may change."""
@@ -255,6 +166,18 @@ class Recording:
             attributes = {**self.before, **of_attributes}
         entry = like(optimizer.__dict__["state"].get(param), param, self.names, self.shaped)
         return attributes, given, entry
+
+    def _apart(self, inputs: Inputs) -> Inputs:
+        """With copies of the optimizer's lists and dicts, in which every run starts from the same
+        and leaves nothing."""
+        attributes, given, entry = inputs
+        left = {*_LEFT, *self.promise.attributes}
+        copies = {
+            name: twin.copied(value)
+            for name, value in attributes.items()
+            if type(value) in (list, tuple, dict) and name not in left and _may_be_copied(value)
+        }
+        return {**attributes, **copies}, dict(given), entry
 
     def _take_settings(
         self, group: int, attributes: dict[str, Any], options: Group, recorded: Recorded
@@ -301,33 +224,13 @@ class Recording:
             self.after.options[i] = changed
 
 
-def _apart(inputs: Inputs, reached: dict[str, Any]) -> Inputs:
-    """With copies of the optimizer's lists and dicts, in which every run starts from the same and
-    leaves nothing."""
-    attributes, given, entry = inputs
-    copies = {
-        name: twin.copied(value)
-        for name, value in reached.items()
-        if type(value) in (list, tuple, dict) and not _is_shared(value)
-    }
-    return {**attributes, **copies}, dict(given), entry
-
-
-def _is_shared(value: Any, but: type | tuple[()] = (), depth: int = 0) -> bool:
-    """Whether copied() gives each run this object, and a run could leave something in it; also of
-    what takes too long to copy. but: a kind that has copies of its own."""
-    if type(value) in (list, tuple, dict):
-        items = (*value, *value.values()) if type(value) is dict else value
-        is_large = len(items) > MOST_ITEMS or depth > MOST_ITEMS // 100
-        return is_large or any(_is_shared(x, but, depth + 1) for x in items)
-    return not isinstance(value, but) and may_be_written(value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Compares with a copy that a run was given, in which numbers are the same objects."""
-    if type(one) is type(other) is list and len(one) == len(other) and all(map(is_, one, other)):
-        return True
-    return difference("", one, other) is None
+def _may_be_copied(value: Any, depth: int = 0) -> bool:
+    """Not what takes too long to copy, or has tensors, which are the optimizer's."""
+    if type(value) not in (list, tuple, dict):
+        return not isinstance(value, Tensor)
+    is_large = len(value) > MOST_ITEMS or depth > MOST_ITEMS // 100
+    items = value.values() if type(value) is dict else value
+    return not is_large and all(_may_be_copied(x, depth + 1) for x in items)
 
 
 def _strides(param: Tensor) -> tuple[int, ...] | None:

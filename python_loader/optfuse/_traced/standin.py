@@ -9,17 +9,14 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
-from optfuse._traced.given import Given, Place, given_to
 from optfuse._traced.without_data import Blank
 
-_learned_now = torch.ops.optfuse.learned_now.default
-_operators_so_far = torch.ops.optfuse.operators_so_far.default
 Form = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 POINT: Form = (), ()
 MOST_OUTCOMES = 4  # of branches on values
@@ -61,33 +58,12 @@ class Later:
     sign: int = 1
 
 
-Number = float | Later | Given
+Number = float | Later
 # operator, to, a, b, c: registers of the tape; s, t: numbers
 Line = tuple[str, int, int, int, int, Number, Number]
 
 
-@dataclass
-class Learning:
-    """Notes of a step() that is to be played (replay.py)."""
-
-    address: int  # what the library notes of it
-    pinned: set[Place] = field(default_factory=set)  # numbers that decide what is on the tape
-    calls: set[int] = field(default_factory=set)  # operators whose numbers are Given
-
-    def given(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The arguments and options of an operator, with a Given for each number, if it is one
-        that step() has called itself."""
-        call, name, overload = _learned_now()
-        schema = func._schema
-        if call in self.calls or (name, overload) != (schema.name, schema.overload_name):
-            return args, options
-        self.calls.add(call)
-        return given_to(func, call, args, options, self.pinned)
-
-
 def times(factor: float, x: Number) -> Number:
-    if isinstance(x, Given):
-        return x.times(factor)
     if not isinstance(x, Later):
         return factor * x
     if factor not in (1.0, -1.0):
@@ -102,7 +78,7 @@ class Call:
     operator: str  # as "aten::linalg_vector_norm.default"
     code: tuple[int, ...]  # its arguments, as shim/traced/parts.cpp reads them
     words: tuple[str, ...]  # and what it reads of these
-    numbers: tuple[float | Given, ...]
+    numbers: tuple[float, ...]
     reads: tuple[int, ...]  # registers, the written ones among them
     makes: tuple[int, ...]
 
@@ -144,17 +120,12 @@ class Tape:
         self.known: dict[int, tuple[Tensor, float]] = {}
         self.looked_at_shape = False
         self.looked_at_requires_grad = False
-        self.learning: Learning | None = None
         # The outcomes of the first branches on values; of later ones it is True. None: no branches
         # are followed. Behind each of them registers begin at its number in `begins`, if there is
         # one.
         self.decisions: tuple[bool, ...] | None = None
         self.begins: tuple[int, ...] = ()
         self.taken: list[bool] = []
-        # In a step() that is learned, of each branch: how many operators come before it, and the id
-        # of the stand-in that is asked. When it is played they must be the same.
-        self.asked: list[tuple[int, int]] = []
-        self.is_played = False
         # Numbers that stand for values which PyTorch asks for to hand them to an operator, as
         # alpha= is; until that operator comes, which must be the next one.
         self.lent: dict[float, Standin] = {}
@@ -189,8 +160,6 @@ class Tape:
 
     def branch(self, x: Standin) -> bool:
         """The outcome of a branch on a value, in this run."""
-        if self.is_played:
-            return self._branch_again(x)
         if self.decisions is None or x.form is None or math.prod(x.form[0]) != 1:
             self.refuse("it branches on a tensor's value (__bool__)")
         at = len(self.taken)
@@ -199,19 +168,8 @@ class Tape:
         outcome = at >= len(self.decisions) or self.decisions[at]
         self.lines.append(Branch(x.register, outcome, at))
         self.taken.append(outcome)
-        if self.learning is not None:
-            self.asked.append(_asked_now(x))
         if at < len(self.begins):
             self.n = max(self.n, self.begins[at])
-        return outcome
-
-    def _branch_again(self, x: Standin) -> bool:
-        at = len(self.taken)
-        if at == len(self.asked) or self.asked[at] != _asked_now(x):
-            self.refuse("this branch is not the one of before")
-        decisions = self.decisions or ()
-        outcome = at >= len(decisions) or decisions[at]
-        self.taken.append(outcome)
         return outcome
 
     def lend(self, x: Standin) -> float:
@@ -255,10 +213,6 @@ class Tape:
         if self.strides is not None:
             return self.sizes, tuple(self.strides)
         return self.sizes, torch.empty(self.sizes, device="meta").stride()
-
-
-def _asked_now(x: Standin) -> tuple[int, int]:
-    return _operators_so_far(), id(x)
 
 
 _LENT = 0.09371  # no number that a step() has
@@ -380,7 +334,6 @@ _ANSWERS = {
     "__bool__": lambda x: x.tape.branch(x),
     "__class__": property(_class_of),
     "requires_grad": property(_look_at_requires_grad, lambda x, to: _requires_grad.__set__(x, to)),
-    # PyTorch would not ask the dispatcher, where replays look.
     "data": property(Tensor.detach, _set_data),
 }
 _Answers: Any = type("_Answers", (), _ANSWERS)
@@ -436,8 +389,6 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
                 args, options = tape.give_back(args, options)
             lines = tape.lines
             n = len(lines)
-            if tape.learning is not None:
-                args, options = tape.learning.given(func, args, options)
             try:
                 return found[0](found[1], args, options)
             except NotElementwise:
@@ -451,8 +402,6 @@ class Standin(_Answers, Tensor):  # type: ignore[misc]
             tape = tape_of(args, kwargs)
             if tape.lent:
                 args, kwargs = tape.give_back(args, kwargs or {})
-            if tape.learning is not None:
-                args, kwargs = tape.learning.given(func, args, kwargs or {})
         return otherwise[0](func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -133,7 +133,7 @@ class _Pair:
                     ) from error
                 return  # it takes no such gradients
             _seed(step)
-            _take_traced(self.ours, is_last=step + 1 == len(run.steps))
+            _take_traced(self.ours)
             self._look_at(f"after step {step + 1} of a trial, with gradients {kind},")
 
     def _look_at(self, what: str) -> None:
@@ -188,9 +188,8 @@ def _mixed(like: Tensor, random: torch.Generator) -> Tensor:
     return torch.where(which < len(SPECIAL), special, plain).to(like.device, like.dtype)
 
 
-def _take_traced(ours: Optimizer, is_last: bool) -> None:
+def _take_traced(ours: Optimizer) -> None:
     traced: Traced = ours.__dict__[LINK].traced
-    traced.recording.learns = not is_last  # nothing would be played
     try:
         ours.step()
     except Untraceable:

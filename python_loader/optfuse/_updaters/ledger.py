@@ -49,7 +49,6 @@ _UNTRIED = (
     "with when it was fused, and from here a trial fails. Nothing was updated; call "
     "optfuse.unfuse(optimizer) before you load or change them. The trial says: {}"
 )
-_COUPLED = "its step() does not update each parameter independently of the others"
 _LATE_SCALE = (
     "optfuse: grad_scale or found_inf of the optimizer was set after backward() had made updates "
     "without it. Set both to None and call step(), which confirms these; set them before "
@@ -348,7 +347,7 @@ class Ledger:
         """Whether updates may be made. Tries the class's own step() once more, outside of backward,
         where a script has taken the optimizer to a place where it was not tried."""
         promise = self.updater.promise
-        if self.tried is None or promise is None or promise.steady is not None:
+        if self.tried is None or promise is None:
             return True
         if not in_backward and self.updater.is_unconfirmed():
             return True  # late changes are refused
@@ -365,8 +364,6 @@ class Ledger:
     def _try_again(self, optimizer: Optimizer) -> None:
         try:
             promise = check_promise(optimizer, self._stock)
-            if promise.steady is not None and not self.rule.external:
-                raise Error(_COUPLED)
         except Error as error:
             raise Error(_UNTRIED.format(error)) from error
         self.take_promise(optimizer, promise)

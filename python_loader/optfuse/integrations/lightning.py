@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optfuse._arguments.check import argument
 from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
-from optfuse._arguments.old_keywords import NAMES, with_old_keywords
 from optfuse._fuse import fuse
 from optfuse._options import owner_of
 
@@ -28,9 +27,6 @@ class OptfuseCallback(_Callback):  # type: ignore[misc]
         is found."""
         super().__init__()
         self._mode = mode_of(argument("OptfuseCallback", "mode", mode, MODE))
-        old = {name: options.pop(name) for name in NAMES if name in options}
-        if old:
-            self._mode = with_old_keywords(self._mode, old, stacklevel=2)
         self._options = options
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

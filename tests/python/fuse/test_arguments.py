@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
 from optfuse._arguments import check
-from optfuse._link import link_of
 
 NAN = math.nan
 NO_LIMIT = (None, "1", True, [1.0], 1j, torch.ones(2))
@@ -223,12 +222,11 @@ MADE_BY_USERS = ("Backward", "DDPModel", "Delay", "Forward")
 
 
 def public():
-    """The parameters of each function, but for fuse()'s old keywords."""
+    """The parameters of each function."""
     names = [name for name in optfuse.__all__ if inspect.isroutine(getattr(optfuse, name))]
     found = {n: inspect.signature(getattr(optfuse, n)).parameters for n in names}
     found |= {n: inspect.signature(getattr(optfuse, n)).parameters for n in MADE_BY_USERS}
-    old = inspect.Parameter.VAR_KEYWORD
-    return {n: [p for p in ps if ps[p].kind != old] for n, ps in found.items()}
+    return found
 
 
 def test_every_public_parameter_is_in_the_table():
@@ -402,56 +400,3 @@ def test_a_script_runs_as_it_is_where_optfuse_is_disabled():
         "    raise SystemExit('not refused')\n",
         OPTFUSE_DISABLE="1",
     )
-
-
-# fuse()'s keywords of the last release
-
-LATE = {"delay": 2, "weights": "latest"}
-OLD = {
-    "accumulate": ("backward", {"accumulate": 3}, lambda p: optfuse.Backward(accumulate=3)),
-    "stream": ("backward", {"side_stream": True}, lambda p: optfuse.Backward(side_stream=True)),
-    "not looked at": ("backward", {"fold": False}, lambda p: optfuse.Backward()),
-    "neither": ("forward", {"accumulate": 3}, lambda p: optfuse.Forward()),
-    "norm": ("forward", {"max_grad_norm": 0.5}, lambda p: optfuse.Forward(max_grad_norm=0.5)),
-    "fold": ("forward", {"fold": False}, lambda p: optfuse.Forward(fold=False)),
-    "delay": ("forward", LATE, lambda p: optfuse.Forward(delay=optfuse.Delay({p: 2}, "latest"))),
-}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_an_old_keyword_says_the_same_and_warns(name):
-    mode, old, new = OLD[name]
-    optimizer = adamw(net().parameters())
-    param = optimizer.param_groups[0]["params"][0]
-    if "delay" in old:
-        old = {**old, "delay": {param: old["delay"]}}
-    with pytest.warns(DeprecationWarning, match="in the next release") as warned:
-        optfuse.fuse(optimizer, mode, **old)
-    assert [warning.filename for warning in warned] == [__file__]
-    told = link_of(optimizer).options
-    optfuse.fuse(optfuse.unfuse(optimizer), new(param))
-    assert link_of(optimizer).options == told
-
-
-EXCLUDED = [
-    ("backward", {"max_grad_norm": 1.0}, "optfuse.Forward"),
-    ("backward", {"delay": {}}, "optfuse.Forward"),
-    ("backward", {"await_reduction": "first_use", "ddp": DDP.__new__(DDP)}, "optfuse.Forward"),
-    ("forward", {"side_stream": True}, "optfuse.Backward"),
-    ("forward", {"weights": "latest"}, "optfuse.Delay"),
-    ("forward", {"await_reduction": "first_use"}, "optfuse.DDPModel"),
-    ("backward", {"comm_hook": (None, print)}, "optfuse.DDPModel"),
-    ("forward", {"comm_hook": (None, print), "ddp": DDP.__new__(DDP)}, "optfuse.DDPModel"),
-    (optfuse.Backward(accumulate=2), {"accumulate": 2}, "all options in the mode"),
-    ("forward", {"fold": 3}, "Forward() got fold=3"),
-]
-
-
-@pytest.mark.parametrize("mode, old, words", EXCLUDED, ids=range(len(EXCLUDED)))
-def test_old_keywords_that_exclude_each_other_are_refused(mode, old, words):
-    world = World()
-    before = world.looks()
-    with pytest.raises(optfuse.Error) as caught:
-        optfuse.fuse(world.stock, mode, **old)
-    assert words in str(caught.value)
-    assert_same("the world", world.looks(), before)

@@ -9,7 +9,6 @@ import time
 import torch
 from common import loss_of, net, train
 from own_classes import REAL, GlobalNorm, Reaching, Tensors
-from steady_classes import Grouped
 from torch import nn
 
 import optfuse
@@ -41,21 +40,6 @@ def an_optimizer_that_holds_a_parameter_elsewhere_is_refused():
     optfuse.register(Reader)
     optimizer = Reader(net().parameters())
     must_raise(lambda: optfuse.fuse(optimizer), "fusing a class that reads another parameter")
-
-
-@guards("steady")
-def a_group_without_its_counter_is_left_to_the_class():
-    """The class looks for the counter in the state of all parameters."""
-    optfuse.register(Grouped)
-    pair = Pair("backward", make=Grouped)
-    try:
-        for i in range(8):
-            pair.train(i)
-            for group in pair.stock.param_groups + pair.fused.param_groups if i == 4 else ():
-                del group["count"]
-    except optfuse.Error as error:
-        raise AssertionError(str(error)) from error
-    pair.assert_same()
 
 
 @guards("untouched")

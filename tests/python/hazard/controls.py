@@ -70,10 +70,7 @@ OUT_OF_REACH = {
         "programs with it off have raised for other reasons so far; its scenario shows it",
     ),
     "groups": "step() refuses late changes of groups by themselves; its scenario shows it",
-    **dict.fromkeys(
-        ("elements", "replay", "replay_kept"),
-        "they are about traced classes; programs have those of torch.optim",
-    ),
+    "elements": "it is about traced classes; programs have those of torch.optim",
     "looks": "it is about traced and registered classes",
     **dict.fromkeys(
         ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"
@@ -102,7 +99,6 @@ OUT_OF_REACH = {
     ),
     "late_values": "it is about registered classes; programs have those of torch.optim",
     "untouched": "it is about registered classes; programs have those of torch.optim",
-    "steady": "it is about registered classes; programs have those of torch.optim",
     "floating": "programs never flush denormals",
     "strides": "programs with 16 bits have Adam and AdamW only",
     "apart": "a gradient that is its weight is rare, and shows after some updates only",

@@ -91,7 +91,7 @@ SHARES = (
 )
 
 
-# max_grad_norm is refused in backward mode, so it is rare. ddp: the first model is wrapped in
+# There is no max_grad_norm in backward mode, so it is rare. ddp: the first model is wrapped in
 # DistributedDataParallel, of one process; views: with gradient_as_bucket_view=True.
 OPTIONS_OF_FUSE = [
     *[{}] * 25,

@@ -80,9 +80,9 @@ class World:
             self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
         mode = optfuse.Forward(max_grad_norm=self.max_norm)
-        if self.mode == "backward" and self.max_norm is not None:  # refused
-            return optfuse.fuse(optimizer, "backward", max_grad_norm=self.max_norm)
         if self.mode == "backward":
+            if self.max_norm is not None:
+                raise optfuse.Error("optfuse.Backward() has no max_grad_norm=")
             mode = optfuse.Backward(accumulate=self.passes, ddp=self.ddp)
         return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes)
 

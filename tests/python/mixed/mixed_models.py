@@ -4,7 +4,6 @@
 import torch
 from own_classes import Counter as CountsInAttribute
 from own_classes import GroupCounter, NewTensors, Numbers, Stateless, Tensors
-from steady_classes import STEADY
 from torch import nn, optim
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +11,7 @@ from traced_classes import AdaBelief, SignOfAverage
 
 import optfuse
 
-OWN = (Tensors, Numbers, NewTensors, Stateless, GroupCounter, CountsInAttribute, *STEADY)
+OWN = (Tensors, Numbers, NewTensors, Stateless, GroupCounter, CountsInAttribute)
 for cls in OWN:
     optfuse.register(cls)
 
@@ -31,7 +30,7 @@ OPTIMIZERS = {
 }
 # PyTorch's fused kernels read gradients in the order of memory, whatever their strides.
 IGNORES_STRIDES = ("AdamW", "Adam", "SGD", "Adagrad")
-HAVE_ATTRIBUTES = (*(cls.__name__ for cls in STEADY), "Counter")  # which PyTorch pickles none of
+HAVE_ATTRIBUTES = ("Counter",)  # which PyTorch pickles none of
 WIDTH = 12
 AVERAGES = (
     lambda: {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},

@@ -51,6 +51,21 @@ class NewTensors(Tensors):
         p.sub_(group["lr"] * state["m"])
 
 
+class InDicts(Tensors):
+    """Has its state in dicts of an entry, and a method of its own in an attribute."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, lr)
+        self.chain = self.of_part
+
+    def update(self, group, p, state):
+        self.chain(group, p, state.setdefault(0, {}))
+
+    def of_part(self, group, p, state):
+        state.setdefault("m", torch.zeros_like(p)).mul_(group["beta"]).add_(p.grad)
+        p.sub_(state["m"], alpha=group["lr"])
+
+
 class Stateless(Tensors):
     """Has no state, and changes the gradient, as some optimizers do."""
 

@@ -3,14 +3,14 @@
 the classes of OWN."""
 
 from common import everything, net
-from own_classes import Abstract, Flaky, NewTensors, Numbers, Stateless, Tensors
+from own_classes import Abstract, Flaky, InDicts, NewTensors, Numbers, Stateless, Tensors
 from scripts import trained
 from torch import nn
 
 import optfuse
 
 MODES = ["forward", "backward"]
-OWN = [Abstract, Tensors, Numbers, NewTensors, Stateless, Flaky]
+OWN = [Abstract, Tensors, Numbers, NewTensors, InDicts, Stateless, Flaky]
 for cls in OWN:
     optfuse.register(cls)
 

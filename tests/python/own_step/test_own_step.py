@@ -5,7 +5,7 @@ schedule says so, gives the bits of step() on all of them."""
 import pytest
 import torch
 from common import net, same, train
-from own_classes import Abstract, NewTensors, Numbers, Stateless, Tensors
+from own_classes import Abstract, InDicts, NewTensors, Numbers, Stateless, Tensors
 from own_scripts import MODES, matrices, momentum, training
 from scripts import trained
 from torch.optim import ASGD, Adafactor, Muon, NAdam, Rprop
@@ -25,6 +25,7 @@ VARIANTS = {
     "tensors": (Tensors, net),
     "numbers": (Numbers, net),
     "new tensors": (NewTensors, net),
+    "state in dicts": (InDicts, net),
     "no state": (Stateless, net),
     "an abstract base": (Abstract, net),
 }
@@ -34,7 +35,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bits_are_those_of_the_class(name, mode):
     make, build = VARIANTS[name]
-    at_once = name in ("numbers", "new tensors")
+    at_once = name in ("numbers", "new tensors", "state in dicts")
     same(training(make, build), mode, prove=not at_once)
 
 

@@ -7,8 +7,19 @@ import threading
 
 import pytest
 import torch
-from common import assert_same, everything, loss_of, net, python_ok, same, snapshot, train, weights
-from own_classes import Tensors
+from common import (
+    assert_same,
+    everything,
+    loss_of,
+    net,
+    python_ok,
+    refused,
+    same,
+    snapshot,
+    train,
+    weights,
+)
+from own_classes import InDicts, Tensors
 from own_scripts import matrices
 from scripts import trained
 from torch.optim import Adafactor, Muon
@@ -145,7 +156,7 @@ optfuse.register(Slow)
 for name, use in USES.items():
     running = threading.Event()
     p = torch.nn.Parameter(torch.ones(3))
-    optimizer = optfuse.fuse(Slow([p]))
+    optimizer = optfuse.fuse(Slow([p]), recorded=False)
     for _ in range(2):
         p.grad = torch.ones(3)
         optimizer.step()
@@ -249,3 +260,22 @@ def test_a_step_that_compiles_a_part_of_itself():
         TORCHDYNAMO_VERBOSE="0",
     )
     assert out.strip() == "True"
+
+
+def test_state_in_a_dict_of_an_entry_may_not_change_between_backward_and_step():
+    model = net()
+    optimizer = optfuse.fuse(InDicts(model.parameters()), mode="backward")
+    train(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    first = next(model.parameters())
+    with torch.no_grad():
+        optimizer.state[first][0]["m"].mul_(2)
+    refused(optimizer.step, "was written in place", way_out="after step()")
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    kept = optimizer.state[first][0]
+    kept["m"] = kept["m"].clone()
+    refused(optimizer.step, "state[0]['m']", way_out="after step()")
+    optimizer.step()

@@ -9,6 +9,7 @@ from own_classes import (
     Cached,
     ClipsAbove,
     CounterOfFirst,
+    CountsSteps,
     CountsUpdates,
     CouplesHalves,
     CouplesLarge,
@@ -18,6 +19,7 @@ from own_classes import (
     EveryTwentieth,
     Flaky,
     GlobalNorm,
+    KeysOfFirst,
     Listed,
     MeanWeight,
     Noisy,
@@ -26,6 +28,7 @@ from own_classes import (
     Searching,
     Skips,
     Tensors,
+    WarnsOnce,
 )
 from own_scripts import MODES, training
 from torch import nn
@@ -54,6 +57,7 @@ REFUSED = {
     Drawing: "independently: random numbers of its own, or a clock, in step(): after step",
     ByPosition: "independently: an attribute read by position (rates): after step",
     OptionsInAttribute: f"{OF_OTHERS} step",
+    KeysOfFirst: "independently: keys of another parameter's state: ",
     CounterOfFirst: "independently: the state of other parameters: after step",
     MeanWeight: "independently: the values of other parameters: after step",
     Listed: "its attribute 'all' holds parameters",
@@ -65,7 +69,9 @@ REFUSED = {
     Skips: f"{OF_OTHERS} step 2 with gradients first inf",
     Decaying: "independently: updates of parameters without a gradient: after step",
     CountsUpdates: f"{OF_NUMBERS} the option 'updates' of group 0",
+    CountsSteps: f"{OF_NUMBERS} the option 't' of group 0",
     Cached: "the option 'buffer' of group 0",
+    WarnsOnce: f"{OF_NUMBERS} the optimizer's attribute 'warned'",
 }
 
 

@@ -315,7 +315,7 @@ def test_an_option_on_the_other_side_of_another_one_is_tried(make, option, value
 
 
 class WaitsForState(Early):
-    """Each group together where a parameter has no state; unlike other coupling a steady one."""
+    """Each group together where a parameter has no state."""
 
     def count(self, p, state):
         pass
@@ -333,16 +333,25 @@ class WaitsForState(Early):
                 p.sub_(self.state[p]["m"], alpha=group["lr"])
 
 
+class TracedWaitsForState(WaitsForState):
+    pass
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_a_traced_class_takes_no_steady_groups(mode):
+@pytest.mark.parametrize("make", [WaitsForState, TracedWaitsForState])
+def test_first_steps_of_all_parameters_together_are_refused(make, mode):
+    """Also where they come again after the class was fused in the middle of training."""
+    optfuse.register(WaitsForState)
     model = net()
-    optimizer = WaitsForState(model.parameters())
+    optimizer = make(model.parameters())
+    refused(lambda: optfuse.fuse(optimizer, mode=mode), "independently", way_out="as it is")
     for i in range(5):
         train(model, optimizer, i)
     optfuse.fuse(optimizer, mode=mode)
     train(model, optimizer, 5)
     optimizer.state.clear()
     refused(lambda: train(model, optimizer, 6), "independently", way_out="unfuse")
+    optfuse.register(WaitsForState, per_parameter=False)
 
 
 class Fresh(ByNumber):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import optfuse
 from optfuse._own_step import reach
-from optfuse._own_step.elsewhere import functions_reached
+from optfuse._own_step.code import functions_reached
 
 MODES = ("forward", "backward")
 
