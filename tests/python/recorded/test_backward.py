@@ -375,7 +375,8 @@ def halved(step):
     def wrapper(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                p.grad.mul_(0.5)
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
         return step(self, closure)
 
     return wrapper
