@@ -75,12 +75,11 @@ def fuse(
 ) -> OptimizerT:
     """Makes the optimizer's updates run inside the training passes.
 
-    optimizer: one of torch.optim but LBFGS and SparseAdam, or of a class named to
-        register(), over dense parameters on the CPU or on NVIDIA GPUs, of dtype
-        float32, float64, bfloat16 or float16. Where there are no kernels for it its own
-        step() is recorded, on the CPU over any parameters; else the update runs torch's
-        operators as the class's step() does, or that step() itself, on one parameter. It
-        may be in a wrapper of Accelerate or Lightning.
+    optimizer: of torch.optim or any other class, over dense parameters on the CPU or on NVIDIA
+        GPUs, of dtype float32, float64, bfloat16 or float16. Where there are no kernels for it
+        its own step() is recorded, on the CPU over any parameters; on GPUs the update runs
+        torch's operators as the class's step() does, or that step() itself, on one parameter.
+        It may be in a wrapper of Accelerate or Lightning.
     mode: optfuse.Forward(...), or "forward" for its defaults: updates run at the first use of
         what they change, usually in the next forward pass; any training loop works.
         optfuse.Backward(...), or "backward": inside backward(), and gradients are freed.
