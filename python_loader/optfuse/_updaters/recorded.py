@@ -300,16 +300,16 @@ class _Snapshot:
             i += 3 + 2 * self._state[i + 2]
 
     def restore(self, optimizer: Optimizer, now: _Snapshot | None) -> None:
-        """now: how it is."""
+        """now: another one, all between which becomes as it is here, and what a script has changed
+        meanwhile stays. None: everything does."""
         own = optimizer.__dict__
-        if now is None or own.keys() != self._attributes.keys():
-            for name in [name for name in own if name not in self._attributes]:
-                del own[name]
-        own.update(self._attributes)
-        for group, options in self._options:
-            if not _are_same(group, options):
-                group.clear()
-                group.update(options)
+        _restore(own, self._attributes, dict(own) if now is None else now._attributes)
+        if now is None:
+            then = [dict(group) for group, _ in self._options]
+        else:
+            then = [options for _, options in now._options]
+        for (group, options), before in zip(self._options, then, strict=False):
+            _restore(group, options, before)
         if now is None or not _are_same(self._state, now._state):
             self._restore_state(own["state"], now)
 
@@ -353,6 +353,14 @@ class _Snapshot:
             self._state[begin:end] = [x for i, j in its for x in other._state[i:j]]
 
 
+def _restore(holder: dict[str, Any], items: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, value in items.items():
+        if name not in now or now[name] is not value:
+            holder[name] = value
+    for name in now.keys() - items.keys():
+        holder.pop(name, None)
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -376,9 +384,7 @@ def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
     return ""
 
 
-def _are_same(known: Any, found: Any) -> bool:
-    if isinstance(known, dict):
-        return known.keys() == found.keys() and all(map(is_, known.values(), found.values()))
+def _are_same(known: list[Any], found: list[Any]) -> bool:
     return len(known) == len(found) and all(map(is_, known, found))
 
 

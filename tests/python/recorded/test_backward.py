@@ -406,3 +406,15 @@ def test_a_wrapper_around_pytorchs_wrapper_is_part_of_the_step(registered):
         return param.detach()
 
     assert torch.equal(train(True), train(False))
+
+
+def test_what_a_script_notes_between_backward_and_step_stays():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(KINDS["Elementwise"]([param]), "backward")
+    for i in range(5):
+        (param * param).sum().backward()
+        optimizer.a_note = optimizer.param_groups[0]["another note"] = i
+        optimizer.step()
+        assert optimizer.a_note == optimizer.param_groups[0]["another note"] == i
+        optimizer.zero_grad()
+    assert "ran 3 times" in optfuse.explain(optimizer)
