@@ -288,6 +288,7 @@ END_TEST
 int main(void) {
     Suite *suite = suite_create("scale");
     TCase *rows = tcase_create("rows");
+    tcase_set_timeout(rows, 60); // under sanitizers, on a busy machine
     tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
     tcase_add_test(rows, each_product_is_rounded_to_the_element_type);
     tcase_add_test(rows, every_norm_has_the_bits_of_the_c_one);

@@ -92,7 +92,7 @@ OUT_OF_REACH = {
     **{
         name: "it is about what a class does in step()"
         for name in SCENARIOS
-        if name.startswith("recorded_")
+        if name.startswith(("recorded_", "ahead_"))
     },
     **dict.fromkeys(
         ("shared_state", "early_state"), "programs give no optimizer the state of another one"
