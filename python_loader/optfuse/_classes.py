@@ -10,6 +10,8 @@ import functools
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+import torch._dynamo
 from torch.optim import Optimizer
 
 from optfuse import _step
@@ -194,6 +196,7 @@ class _FusedOwn(_Fused):
 class _FusedRecorded(_Fused):
     """In backward mode the class's own step() runs, with its own arguments."""
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self
         link = link_of(optimizer)

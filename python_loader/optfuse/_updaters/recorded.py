@@ -210,7 +210,7 @@ class Recorded(Updater):
         """Raises optfuse.Error if stock's step() would have done something else now."""
         assert self._call is not None
         args, kwargs = self._call
-        if args or any(value is not None for value in kwargs.values()):
+        if any(value is not None for value in (*args, *kwargs.values())):
             raise Error(_CALLED.format("arguments"))
         if has_hooks(optimizer):
             raise Error(_CALLED.format("hooks that were registered since then"))

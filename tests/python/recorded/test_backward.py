@@ -418,3 +418,28 @@ def test_what_a_script_notes_between_backward_and_step_stays():
         assert optimizer.a_note == optimizer.param_groups[0]["another note"] == i
         optimizer.zero_grad()
     assert "ran 3 times" in optfuse.explain(optimizer)
+
+
+def test_a_closure_that_is_none_is_none():
+    def train(fused):
+        script = Script(KINDS["Norms"], fused, 3)
+        for i in range(5):
+            plain(script, [], i)
+            script.optimizer.step(None)
+            script.optimizer.zero_grad()
+        return script.params
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_a_compiled_function_steps():
+    def train(fused):
+        script = Script(KINDS["Norms"], fused, 3)
+        step = torch.compile(script.optimizer.step, backend="eager")
+        for i in range(5):
+            plain(script, [], i)
+            step()
+            script.optimizer.zero_grad()
+        return script.params
+
+    assert all(map(torch.equal, train(True), train(False)))
