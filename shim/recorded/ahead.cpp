@@ -129,6 +129,12 @@ void exchange_back(std::vector<Undo> *undo) {
 
 } // namespace
 
+Ahead &ahead_of(Plan &plan) {
+    if (!plan.ahead)
+        plan.ahead = std::make_shared<Ahead>();
+    return *plan.ahead;
+}
+
 void Ahead::begin_watched(const Plan &plan, Tape *its) {
     know_params(plan, its);
     gradients.assign(plan.slots.size(), {});

@@ -93,4 +93,7 @@ class Ahead {
     Settings settings;
 };
 
+// The plan's, made where there is none.
+Ahead &ahead_of(Plan &plan);
+
 } // namespace optfuse::recorded

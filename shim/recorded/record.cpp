@@ -118,6 +118,11 @@ class Called {
             tape->meets("calls an operator of another library (" + op.schema().name() + ")");
         if (tape->is_in_backward())
             tape->meets("calls backward()");
+        each([this](const at::Tensor &tensor) {
+            if (!tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch())
+                tape->meets("uses tensors of a subclass");
+            return true;
+        });
         for (size_t i = 0; i < n; i++)
             if (k.writes[i])
                 each_tensor(args()[i], [this](const at::Tensor &tensor) {

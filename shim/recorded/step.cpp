@@ -3,14 +3,12 @@
 // step() raises, an interrupt too.
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include <cstring>
 #include <functional>
 #include <string>
 #include <utility>
 
-#include "arguments.h"
 #include "error.h"
 #include "guard.h"
 #include "python/interpreter.h"
@@ -82,6 +80,11 @@ bool play_for(const char *what) {
     });
 }
 
+// That of this thread, as Python's exception.
+void raise_error() {
+    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+}
+
 // PyGetSetDef
 struct Attribute {
     const char *name;
@@ -99,7 +102,7 @@ of_object *(*get_grad)(of_object *self, void *closure) = nullptr;
 int play_and_set_data(of_object *self, of_object *value, void *closure) {
     if (!OF_GUARD(recorded_data) || open == nullptr || play_for("sets .data"))
         return set_data(self, value, closure);
-    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+    raise_error();
     return -1;
 }
 
@@ -119,7 +122,7 @@ int note_and_set_grad(of_object *self, of_object *value, void *closure) {
     }
     if (open == nullptr || drops || answers([] { open->meets("sets .grad"); }))
         return set_grad(self, value, closure);
-    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+    raise_error();
     return -1;
 }
 
@@ -140,7 +143,7 @@ of_object *(*get_version)(of_object *self, void *closure) = nullptr;
 of_object *note_and_get_version(of_object *self, void *closure) {
     if (open == nullptr || answers([] { open->meets("reads ._version"); }))
         return get_version(self, closure);
-    of_interpreter.raise(PythonError::type, ("optfuse: " + std::string(of_error_message())).c_str());
+    raise_error();
     return nullptr;
 }
 
@@ -183,13 +186,6 @@ Attribute *attribute_at(void *object, const char *name, size_t head_bytes) {
     return nullptr;
 }
 
-Ahead *ahead_of(of_shim_plan *handle) {
-    Plan *const plan = plan_of(handle);
-    if (!plan->ahead)
-        plan->ahead = std::make_shared<Ahead>();
-    return plan->ahead.get();
-}
-
 } // namespace
 
 Tape *open_tape() { return open; }
@@ -201,7 +197,7 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
     using namespace optfuse::recorded;
     if (open != nullptr) // another optimizer's step() has called this one
         return of_interpreter.call_with(step, arguments, keywords);
-    Ahead *const ahead = handle == nullptr ? nullptr : ahead_of(handle);
+    Ahead *const ahead = handle == nullptr ? nullptr : &ahead_of(*optfuse::plan_of(handle));
     if (ahead != nullptr)
         ahead->begin_watched(*optfuse::plan_of(handle), &tape_here);
     const auto kind = ahead == nullptr ? Tape::Kind::PLAIN : Tape::Kind::WATCHED;
@@ -219,7 +215,7 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
 of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *arguments,
                               of_object *params, of_object *gradients, of_object *dropped) {
     using namespace optfuse::recorded;
-    Ahead *const ahead = ahead_of(handle);
+    Ahead *const ahead = &ahead_of(*optfuse::plan_of(handle));
     Instead table = {{}, dropped};
     for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
         table.gradients[of_interpreter.list_item(params, i)] =
@@ -247,8 +243,11 @@ int of_shim_play_recorded(bool ends) {
     if (open != nullptr && !open->is_empty() &&
         !play_for("looks at numbers past PyTorch's operators"))
         return OF_REFUSED;
-    if (ends && of_shim_is_recording())
+    if (ends && of_shim_is_recording()) {
+        if (!play_for("calls compiled code")) // which comes to no tape
+            return OF_REFUSED;
         Recording::end();
+    }
     return OF_OK;
 }
 
@@ -273,65 +272,4 @@ void of_shim_recorded_counts(int64_t counts[5]) {
     int64_t i = 0;
     for (const int64_t n : {last.lines, last.plays, last.at_once, last.groups, last.calls})
         counts[i++] = n;
-}
-
-namespace optfuse::recorded {
-namespace {
-
-// Stand-ins for the gradients of this pass; none if the pass must be left to step().
-std::vector<at::Tensor> begin_ahead(int64_t address) {
-    Plan &plan = plan_at(address);
-    Ahead *const ahead = ahead_of(handle_of(&plan));
-    return ahead->can_begin(plan) ? ahead->stand_ins(plan) : std::vector<at::Tensor>();
-}
-
-std::vector<int64_t> unexpected(int64_t address) {
-    const Plan &plan = plan_at(address);
-    const std::vector<size_t> found = plan.ahead->unexpected(plan);
-    return {found.begin(), found.end()};
-}
-
-std::vector<int64_t> written_numbers(int64_t address) {
-    return plan_at(address).ahead->written_numbers();
-}
-
-void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
-
-void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
-
-void leave_to_step(int64_t address, std::string why) {
-    if (const auto &ahead = plan_at(address).ahead)
-        ahead->why = std::move(why);
-}
-
-// The tensors that updates of this step read and write beside parameters and gradients.
-std::vector<at::Tensor> tensors_ahead(int64_t address) {
-    std::vector<at::Tensor> found;
-    for (const Slot *slot : plan_at(address).slots) {
-        found.insert(found.end(), slot->own.begin(), slot->own.end());
-        for (const at::Tensor &state : slot->state)
-            if (state.defined())
-                found.push_back(state);
-    }
-    return found;
-}
-
-std::string why_not_ahead(int64_t address) {
-    const Plan &plan = plan_at(address);
-    return plan.ahead ? plan.ahead->why : "";
-}
-
-} // namespace
-} // namespace optfuse::recorded
-
-TORCH_LIBRARY_FRAGMENT(optfuse, m) {
-    using namespace optfuse::recorded;
-    m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
-    m.def("unexpected(int plan) -> int[]", unexpected);
-    m.def("tensors_ahead(int plan) -> Tensor[]", tensors_ahead);
-    m.def("written_numbers(int plan) -> int[]", written_numbers);
-    m.def("confirm_ahead(int plan) -> ()", confirm_ahead);
-    m.def("end_ahead(int plan) -> ()", end_ahead);
-    m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
-    m.def("why_not_ahead(int plan) -> str", why_not_ahead);
 }

@@ -443,3 +443,81 @@ def test_a_compiled_function_steps():
         return script.params
 
     assert all(map(torch.equal, train(True), train(False)))
+
+
+class Compiles(KINDS["Norms"]):
+    def step(self, closure=None):
+        with torch.no_grad():
+            halve(self.param_groups[0]["params"][0])
+        return super().step(closure)
+
+
+@torch.compile(backend="eager")
+def halve(param):
+    param.mul_(0.5)
+
+
+class Wrapped(torch.Tensor):
+    """State whose operators are Python's."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        plain = [x.inner if isinstance(x, Wrapped) else x for x in args]
+        made = function(*plain, **(kwargs or {}))
+        return args[0] if made is plain[0] else made
+
+
+class OfSubclasses(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = Wrapped(torch.zeros_like(p))
+                state["m"].mul_(0.5)
+                state["m"].add_(p.grad)
+                p.sub_(state["m"].inner, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("cls, why", ((Compiles, "compiled code"), (OfSubclasses, "a subclass")))
+def test_what_comes_to_no_tape_is_left_to_step(cls, why):
+    def train(fused):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 5), (4,))]
+        optimizer = cls(params)
+        if fused:
+            optfuse.fuse(optimizer, "backward")
+        for _ in range(6):
+            sum((p * p).sum() for p in params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if fused:
+            assert why in optfuse.explain(optimizer) and "ran 0 times" in optfuse.explain(optimizer)
+        return params
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_a_profiler_that_asks_for_shapes_sees_the_class():
+    def train(fused):
+        script = Script(KINDS["Norms"], fused, 3)
+        for i in range(7):
+            with contextlib.ExitStack() as watched:
+                if i in (1, 4):
+                    watched.enter_context(torch.profiler.profile(record_shapes=True))
+                plain(script, [], i)
+                script.optimizer.step()
+            script.optimizer.zero_grad()
+        return script.params
+
+    assert all(map(torch.equal, train(True), train(False)))

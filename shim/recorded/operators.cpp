@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// operators.cpp: backward mode's operators, by which Python begins and ends a step() that runs ahead of
+// its gradients. `plan` is the address of an of_shim_plan.
+#include <torch/library.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "plan.h"
+#include "recorded/ahead.h"
+
+namespace optfuse::recorded {
+namespace {
+
+// Stand-ins for the gradients of this pass; none if the pass must be left to step().
+std::vector<at::Tensor> begin_ahead(int64_t address) {
+    const Plan &plan = plan_at(address);
+    Ahead &ahead = ahead_of(plan_at(address));
+    return ahead.can_begin(plan) ? ahead.stand_ins(plan) : std::vector<at::Tensor>();
+}
+
+std::vector<int64_t> unexpected(int64_t address) {
+    const Plan &plan = plan_at(address);
+    const std::vector<size_t> found = plan.ahead->unexpected(plan);
+    return {found.begin(), found.end()};
+}
+
+std::vector<int64_t> written_numbers(int64_t address) {
+    return plan_at(address).ahead->written_numbers();
+}
+
+void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
+
+void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
+
+void leave_to_step(int64_t address, std::string why) {
+    if (const auto &ahead = plan_at(address).ahead)
+        ahead->why = std::move(why);
+}
+
+// The tensors that updates of this step read and write beside parameters and gradients.
+std::vector<at::Tensor> tensors_ahead(int64_t address) {
+    std::vector<at::Tensor> found;
+    for (const Slot *slot : plan_at(address).slots) {
+        found.insert(found.end(), slot->own.begin(), slot->own.end());
+        for (const at::Tensor &state : slot->state)
+            if (state.defined())
+                found.push_back(state);
+    }
+    return found;
+}
+
+std::string why_not_ahead(int64_t address) {
+    const Plan &plan = plan_at(address);
+    return plan.ahead ? plan.ahead->why : "";
+}
+
+} // namespace
+} // namespace optfuse::recorded
+
+TORCH_LIBRARY_FRAGMENT(optfuse, m) {
+    using namespace optfuse::recorded;
+    m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
+    m.def("unexpected(int plan) -> int[]", unexpected);
+    m.def("tensors_ahead(int plan) -> Tensor[]", tensors_ahead);
+    m.def("written_numbers(int plan) -> int[]", written_numbers);
+    m.def("confirm_ahead(int plan) -> ()", confirm_ahead);
+    m.def("end_ahead(int plan) -> ()", end_ahead);
+    m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
+    m.def("why_not_ahead(int plan) -> str", why_not_ahead);
+}
