@@ -27,7 +27,7 @@ from optfuse._own_step.settings import Promise
 from optfuse._own_step.untouched import says_what_ran
 from optfuse._own_step.updates import running
 from optfuse._refuse import check_group, check_params
-from optfuse._rules import Group, Rule
+from optfuse._rules import AnyRule, Group, Rule
 from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
@@ -145,7 +145,7 @@ def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    if rule.is_own or isinstance(rule, TracedRule | RecordedRule):
+    if rule.is_own or isinstance(rule, AnyRule):
         return
     try_with_stock(stock, [group], _fuse_small)
     why = why_not_tried(rule, stock, [group], {})
@@ -299,7 +299,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
     link = link_of(optimizer)
     return (
         not link.rule.external
-        and not isinstance(link.rule, TracedRule | RecordedRule)
+        and not isinstance(link.rule, AnyRule)
         and mode == FORWARD
         and link.max_grad_norm is None
         and all(

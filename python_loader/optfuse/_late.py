@@ -87,14 +87,15 @@ def _scale_of(optimizer: Optimizer) -> list[tuple[Any, int]]:
 
 
 def _versions(entry: Entry) -> list[int]:
-    return [x._version for x in _tensors(entry.values()) if not x.is_inference()]
+    return [x._version for x in tensors_in(entry.values()) if not x.is_inference()]
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among the values, and in their containers."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, dict):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -283,6 +283,17 @@ class Rule:
         return ", ".join(f"{flag}={group.get(flag)}" for flag in ("fused", "foreach"))
 
 
+@dataclass(frozen=True)
+class AnyRule(Rule):
+    """Options, state and formula are those of any class, and come with each step's programs."""
+
+    def hyper(self, group: Group) -> tuple[float, ...]:
+        return ()
+
+    def difference(self, group: Group) -> str:
+        return ""
+
+
 def _rule(name: str, **more: Any) -> Rule:
     return Rule(name, **ROWS[name], **more)
 

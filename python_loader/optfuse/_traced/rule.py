@@ -6,22 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from optfuse._own_step.settings import Promise
-from optfuse._rules import ROWS, Group, Rule
+from optfuse._rules import ROWS, AnyRule
 from optfuse._traced.standin import Made
 
 
 @dataclass(frozen=True)
-class TracedRule(Rule):
-    """Options, state and formula are those of any class, and come with each step's programs."""
+class TracedRule(AnyRule):
+    """That of a class whose step() is traced."""
 
     promise: Promise = Promise()  # what the class does beside updating parameters
     made: Made = "none"  # of the tensors that step() makes from nothing, which are traced
-
-    def hyper(self, group: Group) -> tuple[float, ...]:
-        return ()
-
-    def difference(self, group: Group) -> str:
-        return ""
 
 
 def traced_rule(promise: Promise, made: Made = "none") -> TracedRule:

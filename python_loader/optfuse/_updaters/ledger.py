@@ -218,7 +218,7 @@ class Ledger:
         state: dict[Tensor, Entry] = optimizer.__dict__["state"]
         flushed = False
         self.leaves_state(optimizer)
-        if self.updater.knows_state(optimizer, self.slots) and not self.order.is_open():
+        if not self.updater.tells_state:
             return False
         for slot, param in enumerate(self.slots.params):
             flushed = self.updater.tell_entry(self.slots, slot, state.get(param), False, flushed)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._own_step.noted import Noted
-from optfuse._patches.profiling import has_hooks
-from optfuse._rules import ROWS, Group, Rule
+from optfuse._own_step.twin import own_attributes
+from optfuse._patches.profiling import addresses_are_noted, has_hooks
+from optfuse._rules import ROWS, AnyRule
 from optfuse._shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
@@ -61,14 +63,8 @@ _ALONE, _IN_A_LIST = _count_references()
 
 
 @dataclass(frozen=True)
-class RecordedRule(Rule):
-    """Options, state and formula are those of the class's own step()."""
-
-    def hyper(self, group: Group) -> tuple[float, ...]:
-        return ()
-
-    def difference(self, group: Group) -> str:
-        return ""
+class RecordedRule(AnyRule):
+    """That of a class whose step() is recorded."""
 
 
 RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
@@ -79,6 +75,7 @@ class Recorded(Updater):
 
     may_share_state = True  # lines that have to do with two parameters are left to step()
     counts_together = True
+    tells_state = False  # the library finds in step() what updates use
 
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
@@ -122,9 +119,6 @@ class Recorded(Updater):
     def noted(self) -> Noted | None:
         return None if self._run is None else self._run.noted
 
-    def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
-        return True  # the library finds in step() what updates use
-
     # ---- a step
 
     def called(
@@ -152,6 +146,11 @@ class Recorded(Updater):
 
     def take_step(self, optimizer: Optimizer) -> None:
         args, kwargs = self._call or ((), {})
+        if addresses_are_noted():  # which tensors without numbers don't have
+            with _as_stock(optimizer, self._stock):
+                self._result = self._stock.step(optimizer, *args, **kwargs)
+            torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
+            return
         with _as_stock(optimizer, self._stock):
             self._result = lib_with_gil.of_shim_recorded_step(
                 self._plan, self._stock.step, (optimizer, *args), kwargs
@@ -181,7 +180,7 @@ class Recorded(Updater):
     def _begin_ahead(self, optimizer: Optimizer, slots: Slots) -> bool:
         if self._run is not None or self._call is not None or has_hooks(optimizer):
             return False
-        if shares_with_others(optimizer):
+        if addresses_are_noted() or shares_with_others(optimizer):
             return False
         gradients = torch.ops.optfuse.begin_ahead(self._plan)
         if not gradients:
@@ -246,12 +245,15 @@ class Run:
         """step() has run."""
         self._after = _Snapshot(optimizer)
         self._before.restore(optimizer, self._after)
-        holders = [name for name, value in optimizer.__dict__.items() if _has_tensors(value)]
-        if holders:  # the library looks at what updates use
-            known = set(map(id, torch.ops.optfuse.tensors_ahead(plan)))
-            own = optimizer.__dict__
-            holders = [name for name in holders if any(id(x) in known for x in _tensors(own[name]))]
-        self.noted = Noted(optimizer, stock, holders)
+        held = {
+            name: tensors
+            for name, value in own_attributes(optimizer.__dict__).items()
+            if (tensors := list(tensors_in([value])))
+        }
+        known = set(map(id, torch.ops.optfuse.tensors_ahead(plan) if held else ()))
+        # The library looks at those that updates use.
+        used = [name for name, its in held.items() if not known.isdisjoint(map(id, its))]
+        self.noted = Noted(optimizer, stock, used)
 
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)
@@ -361,24 +363,9 @@ def _restore(holder: dict[str, Any], items: dict[str, Any], now: dict[str, Any])
         holder.pop(name, None)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _has_tensors(value: Any) -> bool:
-    return next(_tensors(value), None) is not None
-
-
 def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
     for slot, param in enumerate(slots.params):
-        for tensor in _tensors(optimizer.__dict__["state"].get(param)):
+        for tensor in tensors_in([optimizer.__dict__["state"].get(param)]):
             if tensor.data_ptr() in addresses:
                 return f" of {slots.labels[slot]}"
     return ""

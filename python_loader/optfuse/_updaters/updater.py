@@ -50,6 +50,7 @@ class Updater:
     is_untried = False  # prepare() has to try updates of state that it was told of
     asks = True  # begin() and end() have something to do
     has_no_options = False  # updates don't read the numbers of groups
+    tells_state = True  # by tell_entry()
     may_share_state = False  # two parameters may have a tensor of their state in common
 
     def __init__(self, of_plan: OfPlan) -> None:
@@ -106,10 +107,6 @@ class Updater:
         return self._in_backward and lib.of_shim_unconfirmed(self._plan)
 
     # ---- options and state
-
-    def knows_state(self, optimizer: Optimizer, slots: Slots) -> bool:
-        """Whether all entries are those that it has told."""
-        return False
 
     def tell_entry(
         self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
