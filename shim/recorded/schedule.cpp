@@ -124,6 +124,21 @@ struct Room {
     std::vector<of_part> batch;
 };
 
+// For each thread.
+Room &room_here() {
+    static thread_local Room room;
+    return room;
+}
+
+// A group's code with the numbers that there are now, before of_program_fuse().
+void put_numbers(const Group &group, const std::vector<c10::IValue> &values,
+                 of_instruction *code) {
+    for (const Group::Patch &patch : group.patches) {
+        of_instruction &q = code[patch.instruction];
+        (patch.is_second ? q.t : q.s) = patch.number.in(values);
+    }
+}
+
 struct Launch {
     const of_program *program;
     c10::Device device;
@@ -206,10 +221,7 @@ class Run {
     void put_program(const Group &group) {
         const size_t first = code.size();
         code.insert(code.end(), group.code.begin(), group.code.end());
-        for (const Group::Patch &patch : group.patches) {
-            of_instruction &q = code[first + patch.instruction];
-            (patch.is_second ? q.t : q.s) = patch.number.in(values);
-        }
+        put_numbers(group, values, &code[first]);
         const size_t n = of_program_fuse(&code[first], group.code.size());
         code.resize(first + n);
         programs.push_back({&code[first], n, group.reads, group.writes, false});
@@ -273,7 +285,7 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
                                           const c10::TensorImpl *gradient,
                                           const std::shared_ptr<const Program> &before,
                                           std::vector<at::Tensor> *state) {
-    static thread_local Numbered numbered; // its room
+    Numbered &numbered = room_here().numbered;
     numbered.read(lines, values);
     const Schedule *schedule = schedule_of(lines, values, numbered);
     if (schedule == nullptr || schedule->steps.size() != 1 || !schedule->steps[0].is_group)
@@ -302,9 +314,7 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
         }
     }
     std::vector<of_instruction> code = group.code;
-    for (const Group::Patch &patch : group.patches)
-        (patch.is_second ? code[patch.instruction].t : code[patch.instruction].s) =
-            patch.number.in(values);
+    put_numbers(group, values, code.data());
     for (of_instruction &q : code)
         for (unsigned char *const at : {&q.to, &q.a, &q.b, &q.c})
             *at = places[*at];
@@ -323,7 +333,7 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
 
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {
     try {
-        static thread_local Room room;
+        Room &room = room_here();
         room.numbered.read(lines, values);
         if (const Schedule *schedule = schedule_of(lines, values, room.numbered)) {
             Run(*schedule, lines, values, &room, tape).run();

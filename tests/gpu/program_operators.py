@@ -44,6 +44,14 @@ class EachOperator(Base):
             state["made"].copy_(grad)
 
 
+def operands(on: On, dtype: torch.dtype, random: torch.Generator) -> list[torch.nn.Parameter]:
+    """Parameters of all sizes, with gradients."""
+    params = [torch.nn.Parameter(special(n, dtype, random).to(on.device)) for n in SIZES]
+    for p in params:
+        p.grad = special(p.numel(), dtype, random).to(on.device)
+    return params
+
+
 def groups_of(on: On, dtype: torch.dtype) -> tuple[list[dict[str, Any]], list[str]]:
     """A group for each formula, and those that PyTorch has not for this dtype and device."""
     random = torch.Generator().manual_seed(1)
@@ -51,9 +59,7 @@ def groups_of(on: On, dtype: torch.dtype) -> tuple[list[dict[str, Any]], list[st
     for i, name in enumerate(NAMES[1:], 1):
         if name in LISTS and not on.is_cuda:
             continue  # their roundings are not all played
-        params = [torch.nn.Parameter(special(n, dtype, random).to(on.device)) for n in SIZES]
-        for p in params:
-            p.grad = special(p.numel(), dtype, random).to(on.device)
+        params = operands(on, dtype, random)
         try:
             FORMULAS[name](params[0].detach(), params[0].grad)
         except (RuntimeError, TypeError):

@@ -10,9 +10,8 @@ import torch
 from bits import assert_same_optimizers, deliver, different
 from harness import On
 from own_rules import VECTORS, parameters, recorded
-from program_operators import FORMULAS, LISTS, SIZES
+from program_operators import FORMULAS, LISTS, operands
 from recorded_classes import KINDS, Base
-from test_traced_operators import special
 from torch import Tensor
 from traced import in_each_dtype
 from traced_classes import TRACEABLE
@@ -56,9 +55,7 @@ def each_operator(on: On, dtype: torch.dtype) -> None:
     for name, formula in FORMULAS.items():
         if name in LISTS and not on.is_cuda:
             continue  # their roundings are not all played
-        params = [torch.nn.Parameter(special(n, dtype, random).to(on.device)) for n in SIZES]
-        for p in params:
-            p.grad = special(p.numel(), dtype, random).to(on.device)
+        params = operands(on, dtype, random)
         try:
             wanted = [formula(p.detach(), p.grad) for p in params]
         except (RuntimeError, TypeError):

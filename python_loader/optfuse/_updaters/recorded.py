@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._arguments.check import parameters_of
 from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._own_step.noted import Noted
@@ -146,16 +147,14 @@ class Recorded(Updater):
 
     def take_step(self, optimizer: Optimizer) -> None:
         args, kwargs = self._call or ((), {})
-        if addresses_are_noted():  # which tensors without numbers don't have
-            with _as_stock(optimizer, self._stock):
-                self._result = self._stock.step(optimizer, *args, **kwargs)
-            torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
-            return
+        step, args = self._stock.step, (optimizer, *args)
         with _as_stock(optimizer, self._stock):
-            self._result = lib_with_gil.of_shim_recorded_step(
-                self._plan, self._stock.step, (optimizer, *args), kwargs
-            )
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+            if addresses_are_noted():  # which tensors without numbers don't have
+                self._result = step(*args, **kwargs)
+                torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
+                return
+            self._result = lib_with_gil.of_shim_recorded_step(self._plan, step, args, kwargs)
+        params = parameters_of(optimizer)
         if any(sys.getrefcount(p.grad) > _ALONE for p in params if p.grad is not None):
             torch.ops.optfuse.leave_to_step(self._plan, _KEEPS)
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import pickle
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -129,19 +129,8 @@ def undefined(script, some, i):
 
 
 def on_a_thread(script, some, i):
-    errors = []
-
-    def run():
-        try:
-            plain(script, some, i)
-        except Exception as e:
-            errors.append(e)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(plain, script, some, i).result()
 
 
 def nested(script, some, i):
