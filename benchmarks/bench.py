@@ -90,7 +90,7 @@ HELP = """sections:
   launch   instructions of the host around an update, for a CPU and for a GPU
   trips    Python functions that an iteration enters, and its calls of the library
   promises thin linear layers whose gradients are promises, under two policies of memory
-  survey   which optimizers of other packages fuse, traced or registered; see --packages
+  survey   optimizers of other packages, recorded: equal to stock, and where; see --packages
   traced   step() of ten classes of another package, by itself and traced; see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
   reorder  the same, with weight gradients in another order
