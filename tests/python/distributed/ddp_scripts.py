@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from common import adamw, assert_same, everything, refused, same, sgd, weights
 from ranks import LONG, STEPS, scenario_of
+from recorded_classes import Coupled, Elementwise, Lists, Looks, Norms
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -101,6 +102,31 @@ def option(mode, options):
         yield from training(wrapped, optimizer)
 
     same(script, mode)
+
+
+AHEAD = Elementwise, Norms, Lists
+RECORDED = {cls.__name__: {"cls": cls} for cls in (*AHEAD, Looks, Coupled)}
+
+
+@scenario("forward", "backward", **RECORDED)
+def recorded(mode, cls):
+    """In backward mode step() runs ahead, over what the gradients will be when all are reduced."""
+
+    def script(wrap):
+        model = Net()
+        wrapped = DDP(model, bucket_cap_mb=SMALL)
+        optimizer = wrap(cls(model.parameters()), **ddp_of(wrap, wrapped))
+        ahead = 0
+        for i in range(LONG):
+            optimizer.zero_grad()
+            loss_of(wrapped, i).backward()
+            if wrap.fused and mode == "backward":
+                ahead += optimizer._optfuse_link.ledger.updater.is_unconfirmed()
+            optimizer.step()
+        assert not (wrap.fused and mode == "backward" and cls in AHEAD) or ahead
+        yield from everything(model, optimizer)
+
+    same(script, mode, prove=False, recorded=True)
 
 
 @scenario("forward")
