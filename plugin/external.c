@@ -16,6 +16,10 @@ static bool apply(of_plan *plan, of_update *update) {
     return done;
 }
 
+bool of_is_by_host(of_update *update) {
+    return update->plan->rule->external || (update->in.program && update->in.program->by_host);
+}
+
 bool of_apply(of_plan *plan, const of_list *list) {
     bool done = true;
     for (of_update *u = list->first; u && done; u = u->next)

@@ -115,14 +115,14 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry 
 /* later: what is launched after this call. */
 static bool run(of_plan *plan, const of_list *call, const of_list *later) {
     of_cuda_entry entries[CALL_ENTRIES];
-    const of_update *first = call->first;
+    of_update *first = call->first;
     const size_t n = entries_of(call, entries);
     if (n == 0)
         return true;
     plan->counts.launches += first->kind->is_update;
     if (!of_stream_order(plan, &first->in.ready, &first->in.stream))
         return false;
-    if (plan->rule->external && first->kind->is_update)
+    if (first->kind->is_update && of_is_by_host(first))
         return of_apply(plan, call);
     return count_steps(plan, call, later) && run_kernels(plan, call, entries, n) &&
            subtract_flag(plan, call);

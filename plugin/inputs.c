@@ -16,8 +16,6 @@ static inline of_status check_state(const of_plan *plan, const of_inputs *in, un
 static __attribute__((noinline)) of_status check_program(const of_plan *plan, const of_inputs *in) {
     if (!in->program)
         return of_fail(OF_INVALID, "the update has no program");
-    if (in->program->by_host && in->device != OF_CPU)
-        return of_fail(OF_INVALID, "a program of the host's operators runs on the CPU only");
     if (in->program->by_host && !plan->host.external)
         return of_fail(OF_INVALID, "the program needs a host that runs its own operators");
     return check_state(plan, in, (in->program->reads | in->program->writes) >> OF_REGISTER_STATE);

@@ -39,10 +39,6 @@ static bool is_missing(of_update *update) {
     return of_is_missing(update->plan, update);
 }
 
-static bool is_by_host(of_update *update) {
-    return update->plan->rule->external || (update->in.program && update->in.program->by_host);
-}
-
 static void *watch(of_plan *plan, const of_list *list) {
     const of_host *host = &plan->host;
     if (!host->watch || !list->first->kind->is_update)
@@ -105,7 +101,7 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     const bool is_update = list->first->kind->is_update;
     plan->counts.launches += is_update;
     const bool perhaps = is_update && (plan->rule->external || plan->rule->runs_programs);
-    of_list by_host = perhaps ? take(list, is_by_host) : (of_list){0};
+    of_list by_host = perhaps ? take(list, of_is_by_host) : (of_list){0};
     if (is_update && has_product(list)) {
         of_list products = of_take_products(plan, list);
         launch_products(plan, &products, done);

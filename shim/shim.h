@@ -205,8 +205,9 @@ OF_API struct _object *of_shim_recorded_step(of_shim_plan *plan, struct _object 
 OF_API struct _object *of_shim_step_ahead(of_shim_plan *plan, struct _object *step,
                                           struct _object *arguments, struct _object *params,
                                           struct _object *gradients, struct _object *dropped);
-/* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded. */
-OF_API int of_shim_play_recorded(bool ends);
+/* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded; orders:
+ * step() waits for streams. */
+OF_API int of_shim_play_recorded(bool ends, bool orders);
 /* From here on Tensor.data, grad and _version, attributes of Python that are written in C, are read
  * and written with regard to it. head_bytes: of an object without attributes. */
 OF_API int of_shim_watch_attributes(void *data, void *grad, void *version, size_t head_bytes);

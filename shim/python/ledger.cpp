@@ -105,7 +105,7 @@ int of_shim_ledger_rebuild(of_shim_plan *handle, void *optimizer) {
 
 int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watched) {
     // Called by the step() of another optimizer, which is recorded: our updates are no operators.
-    if (of_shim_play_recorded(true) != OF_OK) {
+    if (of_shim_play_recorded(true, false) != OF_OK) {
         of_interpreter.raise(optfuse::PythonError::type, of_error_message());
         return OF_REFUSED;
     }

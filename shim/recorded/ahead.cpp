@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "recorded/ahead.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -26,13 +27,14 @@ Gradient gradient_like(const at::Tensor &tensor) {
     return {true,
             {sizes.begin(), sizes.end()},
             {strides.begin(), strides.end()},
-            tensor.scalar_type()};
+            tensor.scalar_type(),
+            tensor.device()};
 }
 
 bool is_plain(const at::Tensor &gradient) {
     const c10::TensorImpl *impl = gradient.unsafeGetTensorImpl();
-    return gradient.layout() == at::kStrided && impl->has_storage() && gradient.is_cpu() &&
-           !impl->is_python_dispatch() && impl->is_non_overlapping_and_dense();
+    return gradient.layout() == at::kStrided && impl->has_storage() &&
+           (gradient.is_cpu() || is_gpu(gradient.device())) && !impl->is_python_dispatch() && impl->is_non_overlapping_and_dense();
 }
 
 // A gradient that an update has used up is none.
@@ -69,8 +71,19 @@ std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts)
 
 void know_params(const Plan &plan, Tape *tape) {
     tape->params.clear();
-    for (const Slot *slot : plan.slots)
+    tape->own_streams = {};
+    for (const Slot *slot : plan.slots) {
         tape->params.insert(storage_of(slot->param));
+        const c10::Device device = slot->param->device();
+        if (is_gpu(device) && !tape->own_streams.has_one_of(device.index()))
+            tape->own_streams.put(current_stream(device.index()));
+    }
+}
+
+// Whether a gradient of that form is still one of the parameter, which may have been moved.
+bool fits(const Gradient &its, const c10::TensorImpl *param) {
+    return its.device == param->device() && its.dtype == param->dtype().toScalarType() &&
+           at::IntArrayRef(its.sizes) == param->sizes();
 }
 
 using Uses = ska::flat_hash_map<c10::TensorImpl *, size_t>;
@@ -82,6 +95,13 @@ Uses uses_in(const std::vector<c10::IValue> &values) {
         return true;
     });
     return uses;
+}
+
+// Those on a GPU may have been allocated for another stream, and die before this one is through.
+void record_on(const of_stream &stream, const std::vector<c10::IValue> &values) {
+    for (const auto &[impl, n] : uses_in(values))
+        if (impl->has_storage() && is_gpu(impl->device()) && !is_absent(storage_of(impl)))
+            record_on_stream(storage_of(impl), stream);
 }
 
 // How many tensors but `its` use its memory; or kHeld, if somebody but those values holds one of them.
@@ -137,6 +157,10 @@ Ahead &ahead_of(Plan &plan) {
 
 void Ahead::begin_watched(const Plan &plan, Tape *its) {
     know_params(plan, its);
+    device.reset();
+    of_step = Settings();
+    if (!its->own_streams.all.empty())
+        device = c10::impl::VirtualGuardImpl(gpu_type()).getDevice();
     gradients.assign(plan.slots.size(), {});
     why.clear();
     n_watched++;
@@ -151,7 +175,9 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
         if (is_plain(gradient))
             gradients[slot->index] = gradient_like(gradient);
         else
-            why = "has gradients that are not dense ones on the CPU";
+            why = "has gradients that are not dense ones";
+        if (gradient.is_cpu() && device)
+            why = "has parameters on the CPU and on GPUs";
     }
 }
 
@@ -173,17 +199,29 @@ bool Ahead::can_begin(const Plan &plan) const {
     if (has_begun() || n_watched < kWatched || !why.empty() || gradients.size() != plan.slots.size() ||
         open_tape() != nullptr)
         return false;
+    Tape now;
+    know_params(plan, &now);
+    for (const of_stream &stream : now.own_streams.all)
+        if (stream.capture != 0) // of which step() may be no part
+            return false;
     bool any = false;
     for (const Slot *slot : plan.slots) {
         const bool is_expected = gradients[slot->index].is_there;
         any |= is_expected;
+        if (is_expected && !fits(gradients[slot->index], slot->param))
+            return false;
         if (!plan.reduces && is_expected != (has_gradient(*slot) || gets_gradient(*slot)))
             return false;
     }
     return any;
 }
 
+bool Ahead::has_begun_here() const {
+    return has_begun() && torch::autograd::get_current_graph_task_id() == graph_task;
+}
+
 std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
+    graph_task = torch::autograd::get_current_graph_task_id();
     its_tape = std::make_unique<Tape>();
     know_params(plan, its_tape.get());
     parts = std::vector<Part>(plan.slots.size());
@@ -193,7 +231,7 @@ std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
     for (size_t i = 0; i < parts.size(); i++)
         if (const Gradient &of = gradients[i]; of.is_there)
             made[i] = parts[i].stand_in =
-                its_tape->absent(of.sizes, of.strides, of.dtype, at::kCPU);
+                its_tape->absent(of.sizes, of.strides, of.dtype, of.device);
     return made;
 }
 
@@ -213,14 +251,14 @@ void Ahead::end_step(const Plan &plan) {
             its_tape->meets(kKeeps);
     const PlainMode plain;
     const c10::impl::ExcludeDispatchKeyGuard not_recorded(kPendingKey);
-    std::shared_ptr<const Program> last;
+    std::vector<std::shared_ptr<const Program>> known;
     for (Slot *slot : plan.slots)
         if (owns(slot->index))
-            hand_over(slot, &last);
+            hand_over(slot, &known);
 }
 
 // The core gets a program, or is told that there are lines.
-void Ahead::hand_over(Slot *slot, std::shared_ptr<const Program> *before) {
+void Ahead::hand_over(Slot *slot, std::vector<std::shared_ptr<const Program>> *known) {
     static const auto lines = [] {
         const auto made = std::make_shared<Program>();
         made->core.by_host = made->is_of_lines = true;
@@ -230,9 +268,8 @@ void Ahead::hand_over(Slot *slot, std::shared_ptr<const Program> *before) {
     std::vector<at::Tensor> state;
     slot->own.clear();
     slot->program = program_of(part.lines, part.values, slot->param,
-                               part.stand_in.unsafeGetTensorImpl(), *before, &state);
+                               part.stand_in.unsafeGetTensorImpl(), known, &state);
     if (slot->program) {
-        *before = slot->program;
         for (c10::IValue &value : part.values)
             its_tape->drop_later(std::move(value));
         part.lines.clear();
@@ -275,6 +312,8 @@ void Ahead::run(size_t slot, const at::Tensor &gradient) {
     c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(impl);
     count_versions(part);
+    if (is_gpu(storage->device()))
+        record_on(current_stream(storage->device().index()), part.values);
     // The gradient's memory for as long as the lines run, and nobody's.
     storage->set_data_ptr_noswap(
         c10::DataPtr(data_of(gradient.unsafeGetTensorImpl()), storage->device()));

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,10 +36,11 @@ struct Gradient {
     bool is_there = false;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype = at::kFloat;
+    c10::Device device = c10::kCPU;
 
     bool operator==(const Gradient &o) const {
         return is_there == o.is_there && sizes == o.sizes && strides == o.strides &&
-               dtype == o.dtype;
+               dtype == o.dtype && device == o.device;
     }
 };
 
@@ -54,6 +56,8 @@ class Ahead {
     // Whether the next step() can run at the beginning of this backward pass: the last one could have,
     // and the pass brings gradients to the same parameters.
     bool can_begin(const Plan &plan) const;
+    // Whether it has, for this pass: each GPU's thread of the engine may ask.
+    bool has_begun_here() const;
     // By slot, undefined where no gradient comes.
     std::vector<at::Tensor> stand_ins(const Plan &plan);
     // Between these two step() is called, AHEAD. end_step() raises if it can't have been; fail_step():
@@ -62,6 +66,9 @@ class Ahead {
     void end_step(const Plan &plan);
     void fail_step();
     bool has_begun() const { return its_tape != nullptr; }
+    // On GPUs: the current device and the settings of the last step(), on whose thread this is not.
+    std::optional<c10::Device> device;
+    Settings of_step;
     // Whether step() has seen a gradient of the parameter.
     bool owns(size_t slot) const;
     // Whether nobody but its lines, its owner and the core holds the memory of the parameter and its
@@ -84,13 +91,14 @@ class Ahead {
 
   private:
     void hide_numbers();
-    void hand_over(Slot *slot, std::shared_ptr<const Program> *before);
+    void hand_over(Slot *slot, std::vector<std::shared_ptr<const Program>> *known);
 
     std::vector<Gradient> gradients; // of the last step() that was watched
     std::unique_ptr<Tape> its_tape;
     std::vector<Part> parts;
     std::vector<Undo> not_hidden; // of small tensors that are ahead
     Settings settings;
+    int64_t graph_task = -1; // the pass
 };
 
 // The plan's, made where there is none.

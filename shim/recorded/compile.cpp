@@ -388,7 +388,8 @@ class Compiler {
         if (of_program_check(&core) != nullptr)
             fail("optfuse: a program can't be run, which is an error of optfuse");
         group->device = entry(units[its[0]].instruction->to).impl->device();
-        if (group->device != c10::kCPU && !fits_on_gpu(*group))
+        if (group->device != c10::kCPU &&
+            !fits_on_gpu(group->code, std::max<size_t>(group->memory.size(), OF_REGISTER_STATE)))
             return false;
         group->reads = core.reads;
         group->writes = core.writes;
@@ -398,15 +399,6 @@ class Compiler {
             if (const auto dtype = dtype_of(units[its[i]].instruction->dtype))
                 group->dtype = *dtype;
         return true;
-    }
-
-    static bool fits_on_gpu(const Group &group) {
-        const size_t states = std::max<size_t>(group.memory.size(), OF_REGISTER_STATE);
-        size_t last = OF_REGISTER_TEMPORARY - 1;
-        for (const of_instruction &q : group.code)
-            last = std::max<size_t>(last, q.to);
-        return states + last - (OF_REGISTER_TEMPORARY - 1) <= OF_CUDA_REGISTERS &&
-               group.code.size() <= OF_CUDA_MOST_CODE;
     }
 
     static void put(Group *group, const Instruction &q, unsigned char to,
@@ -440,6 +432,14 @@ class Compiler {
 };
 
 } // namespace
+
+bool fits_on_gpu(const std::vector<of_instruction> &code, size_t states) {
+    size_t last = OF_REGISTER_TEMPORARY - 1;
+    for (const of_instruction &q : code)
+        last = std::max<size_t>(last, q.to);
+    return states + last - (OF_REGISTER_TEMPORARY - 1) <= OF_CUDA_REGISTERS &&
+           code.size() <= OF_CUDA_MOST_CODE;
+}
 
 Schedule compile(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                  const Numbered &numbered) {

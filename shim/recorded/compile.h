@@ -45,6 +45,10 @@ struct Schedule {
     size_t instructions = 0; // of all groups that are not as before
 };
 
+// Whether a kernel has the registers and the room for it. states: its first register that is no
+// tensor in memory.
+bool fits_on_gpu(const std::vector<of_instruction> &code, size_t states);
+
 Schedule compile(const std::vector<Line> &lines, const std::vector<c10::IValue> &values,
                  const Numbered &numbered);
 

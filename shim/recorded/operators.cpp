@@ -21,6 +21,8 @@ std::vector<at::Tensor> begin_ahead(int64_t address) {
     return ahead.can_begin(plan) ? ahead.stand_ins(plan) : std::vector<at::Tensor>();
 }
 
+bool has_begun_here(int64_t address) { return plan_at(address).ahead->has_begun_here(); }
+
 std::vector<int64_t> unexpected(int64_t address) {
     const Plan &plan = plan_at(address);
     const std::vector<size_t> found = plan.ahead->unexpected(plan);
@@ -63,6 +65,7 @@ std::string why_not_ahead(int64_t address) {
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     using namespace optfuse::recorded;
     m.def("begin_ahead(int plan) -> Tensor[]", begin_ahead);
+    m.def("has_begun_here(int plan) -> bool", has_begun_here);
     m.def("unexpected(int plan) -> int[]", unexpected);
     m.def("tensors_ahead(int plan) -> Tensor[]", tensors_ahead);
     m.def("written_numbers(int plan) -> int[]", written_numbers);

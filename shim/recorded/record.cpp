@@ -129,6 +129,15 @@ class Called {
                     tape->is_written_at_once(tensor, op.schema().name());
                     return true;
                 });
+        look_for_gpus(args(), n);
+    }
+
+    // What runs on a GPU at once no stream puts in order with the lines.
+    void look_for_gpus(const c10::IValue *values, size_t n_values) {
+        if (tape->is_watched() && !each_tensor(values, n_values, [](const at::Tensor &tensor) {
+                return !is_gpu(tensor.device());
+            }))
+            tape->meets("calls an operator that runs on a GPU at once (" + op.schema().name() + ")");
     }
 
     void run_at_once() {
@@ -143,6 +152,8 @@ class Called {
             pass_on(op, keys, stack);
         else
             redispatch();
+        const size_t results = op.schema().returns().size();
+        look_for_gpus(stack->data() + stack->size() - results, results);
     }
 
     // Runs an operator behind which code has the tensors' addresses.
@@ -222,8 +233,6 @@ class Called {
     bool has_place(const std::optional<c10::Device> &device) {
         if (!device || device->is_cpu())
             return true;
-        if (tape->is_watched())
-            tape->meets("works on a GPU");
         stream = current_stream(device->index());
         return cuda_library() != nullptr && (stream->capture == 0 || !OF_GUARD(recorded_capture));
     }
@@ -268,7 +277,7 @@ class Called {
             }
         if (!Learned::look_up(k, args()))
             return false;
-        if (!Learned::is_known() && tape->is_watched() && !stream) {
+        if (!Learned::is_known() && tape->is_watched()) {
             learn_beside();
             Learned::look_up(k, args());
         }
@@ -293,27 +302,28 @@ class Called {
 
     void learn() {
         const std::vector<c10::IValue> given(args(), args() + n);
-        const auto version = [&] {
-            uint32_t its = 0;
-            for (size_t i = 0; i < n; i++)
-                if (k.writes[i])
-                    each_tensor(given[i], [&](const at::Tensor &tensor) {
-                        its = tensor.unsafeGetTensorImpl()->version_counter().current_version();
-                        return false;
-                    });
-            return its;
-        };
-        const uint32_t before = version();
+        const uint32_t before = version_in(given);
         run_at_once();
         const size_t results = op.schema().returns().size();
         Learned::learn(k, given, stack->data() + stack->size() - results, results,
-                       version() != before);
+                       version_in(given) != before);
+    }
+
+    uint32_t version_in(const std::vector<c10::IValue> &given) const {
+        uint32_t its = 0;
+        for (size_t i = 0; i < n; i++)
+            if (k.writes[i])
+                each_tensor(given[i], [&](const at::Tensor &tensor) {
+                    its = tensor.unsafeGetTensorImpl()->version_counter().current_version();
+                    return false;
+                });
+        return its;
     }
 
     // On other numbers: those that there are may be to come.
     void learn_beside() {
-        const PlainMode plain;
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
+        std::optional<PlainMode> plain(std::in_place);
         const auto other = [](const at::Tensor &tensor) {
             if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number())
                 return tensor;
@@ -332,8 +342,11 @@ class Called {
             }
         }
         Stack beside(given.begin(), given.end());
+        const uint32_t before = version_in(given);
+        plain.reset(); // which counts no versions
+        const c10::AutoGradMode no_grad(false);
         op.callBoxed(beside);
-        Learned::learn(k, given, beside.data(), beside.size(), true);
+        Learned::learn(k, given, beside.data(), beside.size(), version_in(given) != before);
     }
 
     Tape *const tape;

@@ -283,7 +283,7 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
                                           const std::vector<c10::IValue> &values,
                                           const c10::TensorImpl *param,
                                           const c10::TensorImpl *gradient,
-                                          const std::shared_ptr<const Program> &before,
+                                          std::vector<std::shared_ptr<const Program>> *known,
                                           std::vector<at::Tensor> *state) {
     Numbered &numbered = room_here().numbered;
     numbered.read(lines, values);
@@ -319,15 +319,20 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
         for (unsigned char *const at : {&q.to, &q.a, &q.b, &q.c})
             *at = places[*at];
     of_program core = {code.data(), code.size(), 0, 0, false};
-    if (of_program_check(&core) != nullptr)
+    if (of_program_check(&core) != nullptr ||
+        (!group.device.is_cpu() && !fits_on_gpu(code, OF_REGISTER_STATE + state->size())))
         return nullptr;
     code.resize(of_program_fuse(code.data(), code.size()));
     core.n = code.size();
-    if (before && is_same(before->core, core))
-        return before;
+    constexpr std::ptrdiff_t kLast = 8;
+    const auto n = static_cast<std::ptrdiff_t>(known->size());
+    for (auto one = known->end() - std::min(n, kLast); one != known->end(); ++one)
+        if (is_same((*one)->core, core))
+            return *one;
     const auto made = std::make_shared<Program>();
     made->code = std::move(code);
     made->core = {made->code.data(), made->code.size(), core.reads, core.writes, false};
+    known->push_back(made);
     return made;
 }
 

@@ -17,12 +17,13 @@ namespace optfuse::recorded {
 
 // The lines as one program over a parameter, its gradient and other tensors of their form, which are
 // put into *state in the order of its registers. Null: they are more than that, or come for the first
-// time. before: another one, which is returned if it is the same.
+// time. known: those of other parameters, of which one of the last few is returned if it is the same;
+// else it gets one more.
 std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
                                           const std::vector<c10::IValue> &values,
                                           const c10::TensorImpl *param,
                                           const c10::TensorImpl *gradient,
-                                          const std::shared_ptr<const Program> &before,
+                                          std::vector<std::shared_ptr<const Program>> *known,
                                           std::vector<at::Tensor> *state);
 
 // Runs them all. Of the values tensors become garbage of the tape. After an exception what a line that

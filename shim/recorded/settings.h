@@ -6,6 +6,7 @@
 #include <ATen/Context.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "floating.h"
@@ -52,6 +53,10 @@ class WithSettings {
 // The streams on which operators were called, one for each device.
 class Streams {
   public:
+    bool has_one_of(int device) const {
+        return std::any_of(all.begin(), all.end(),
+                           [device](const of_stream &its) { return its.device == device; });
+    }
     // Whether these operators and one on that stream run on one stream of each device.
     bool have_room_for(const of_stream &stream) const {
         for (const of_stream &its : all)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // step.cpp: calls an optimizer's own step() and records it. Recording begins and ends here, whatever
 // step() raises, an interrupt too.
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -221,6 +222,8 @@ of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *
         table.gradients[of_interpreter.list_item(params, i)] =
             of_interpreter.list_item(gradients, i);
     const c10::AutoGradMode as_in_step(true);
+    const c10::OptionalDeviceGuard on_its_device(ahead->device);
+    const WithSettings as_last(ahead->device ? ahead->of_step : Settings());
     instead = &table;
     of_object *const result = call_recorded(
         ahead->tape(), Tape::Kind::AHEAD, step, arguments, nullptr, [&](bool is_done) {
@@ -238,8 +241,10 @@ bool of_shim_is_recording(void) {
            c10::impl::tls_is_dispatch_key_included(optfuse::kPendingKey);
 }
 
-int of_shim_play_recorded(bool ends) {
+int of_shim_play_recorded(bool ends, bool orders) {
     using namespace optfuse::recorded;
+    if (open != nullptr && orders && !play_for("waits for streams or a backward pass"))
+        return OF_REFUSED;
     if (open != nullptr && !open->is_empty() &&
         !play_for("looks at numbers past PyTorch's operators"))
         return OF_REFUSED;

@@ -79,6 +79,7 @@ class Tape {
     bool has_line_before_write(const c10::TensorImpl *impl);
     // Parameters that wait for their gradients, whatever their size.
     ska::flat_hash_set<const c10::StorageImpl *> params;
+    Streams own_streams; // the current ones of their GPUs where step() is called
     bool is_param(const c10::StorageImpl *storage) const {
         return params.find(storage) != params.end();
     }

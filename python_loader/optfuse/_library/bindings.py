@@ -128,7 +128,7 @@ _WITH_GIL: _Prototypes = {
     "of_shim_ledger_note_entry": (None, [_Plan, _Size, _Bool]),
     "of_shim_recorded_step": (_Object, [_Plan, _Object, _Object, _Object]),
     "of_shim_step_ahead": (_Object, [_Plan, *(5 * [_Object])]),
-    "of_shim_play_recorded": (_Int, [_Bool]),
+    "of_shim_play_recorded": (_Int, [_Bool, _Bool]),
     "of_shim_watch_attributes": (_Int, [_Object, _Object, _Object, _Size]),
     "of_shim_are_of": (_Bool, [_Object, _Object, _Object]),
     "of_shim_are_once": (_Bool, [_Object, _Object]),

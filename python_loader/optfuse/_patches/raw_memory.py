@@ -68,17 +68,18 @@ def watch_recorded() -> None:
 
 def _play_first(*_: Any, **__: Any) -> None:
     if guard("recorded_order"):
-        play_recorded()
+        play_recorded(orders=True)
 
 
 def _is_recording() -> bool:
     return _recorded and lib.of_shim_is_recording()  # type: ignore[no-any-return]
 
 
-def play_recorded(ends: bool = False) -> None:
-    """Runs what this thread's step() has recorded; ends: the rest of step() is not."""
+def play_recorded(ends: bool = False, orders: bool = False) -> None:
+    """Runs what this thread's step() has recorded; ends: the rest of step() is not; orders: it waits
+    for streams."""
     if _is_recording():
-        check(lib_with_gil.of_shim_play_recorded(ends))
+        check(lib_with_gil.of_shim_play_recorded(ends, orders))
 
 
 def _is_marked(tensor: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import parameters_of
 from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
+from optfuse._library.default_device import DefaultDevice
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.twin import own_attributes
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
@@ -84,6 +85,7 @@ class Recorded(Updater):
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
+        self._default_device = DefaultDevice()  # of the last step() that was watched
         self.passes_ahead = 0  # backward passes at whose first gradient step() has run
 
     def why_left(self) -> str:
@@ -147,6 +149,7 @@ class Recorded(Updater):
 
     def take_step(self, optimizer: Optimizer) -> None:
         args, kwargs = self._call or ((), {})
+        self._default_device = DefaultDevice()
         step, args = self._stock.step, (optimizer, *args)
         with _as_stock(optimizer, self._stock):
             if addresses_are_noted():  # which tensors without numbers don't have
@@ -177,7 +180,9 @@ class Recorded(Updater):
         torch.ops.optfuse.end_ahead(self._plan)
 
     def _begin_ahead(self, optimizer: Optimizer, slots: Slots) -> bool:
-        if self._run is not None or self._call is not None or has_hooks(optimizer):
+        if self._run is not None:
+            return torch.ops.optfuse.has_begun_here(self._plan)  # type: ignore[no-any-return]
+        if self._call is not None or has_hooks(optimizer):
             return False
         if addresses_are_noted() or shares_with_others(optimizer):
             return False
@@ -188,7 +193,7 @@ class Recorded(Updater):
         params = [p for p, g in zip(slots.params, gradients, strict=True) if g is not None]
         gradients = [g for g in gradients if g is not None]
         try:
-            with _as_stock(optimizer, self._stock):
+            with _as_stock(optimizer, self._stock), self._default_device.here():
                 run.result = lib_with_gil.of_shim_step_ahead(
                     *(self._plan, self._stock.step, (optimizer,)),
                     *(params, gradients, run.dropped),
