@@ -105,8 +105,7 @@ def fuse(
     recorded: an optimizer without kernels runs its own step(), whose operators are recorded: in
         forward mode they run together before step() returns, in backward mode those of a parameter
         when its gradient is there (docs/any-optimizer.md). False: it is traced instead
-        (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else yes for
-        parameters on the CPU.
+        (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else yes.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -120,7 +119,7 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if can_record(optimizer, mode) and is_asked(recorded, optimizer):
+    if can_record(optimizer, mode) and is_asked(recorded):
         return _fuse_recorded(optimizer, mode, eager, bucket_bytes, products)
     check_class(optimizer)
     check_step(optimizer)

@@ -26,7 +26,6 @@ from optfuse._arguments.modes import Backward, Forward
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import check_model, reduction_of
-from optfuse._gpu import is_gpu
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED
 from optfuse._own_step.register import is_registered
@@ -144,13 +143,10 @@ class Step:
         )
 
 
-def is_asked(recorded: bool | None, optimizer: Optimizer) -> bool:
-    """Where parameters are on GPUs nothing is recorded yet unless it is said."""
+def is_asked(recorded: bool | None) -> bool:
     if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
-        recorded = said != "0"
-    if recorded is None:
-        return not any(is_gpu(param.device) for param in parameters_of(optimizer))
-    return recorded
+        return said != "0"
+    return recorded is not False
 
 
 def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:

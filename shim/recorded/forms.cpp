@@ -319,6 +319,8 @@ void Learned::learn(const Known &k, const std::vector<c10::IValue> &args,
             device = tensor.device();
         return true;
     });
+    if (given.empty() && n_results == 1 && results[0].isTensor())
+        device = results[0].toTensor().device();
     for (size_t i = 0; i < n_results && k.way == Way::MAKE; i++) {
         call.is_list.push_back(results[i].isList());
         std::vector<Form> &forms = call.results.emplace_back();

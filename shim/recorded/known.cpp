@@ -37,7 +37,8 @@ const Names kLines = {
     "atan2",       "hypot",       "round",       "fmod",               "remainder",   "softplus",
     "relu",        "silu",        "gelu",        "log2",               "log10",       "exp2",
     "sgn",         "fmax",        "fmin",        "heaviside",          "copysign",    "xlogy",
-    "_softmax",    "logsumexp",   "all",         "any",                "median",      "sort"};
+    "_softmax",    "logsumexp",   "all",         "any",                "median",      "sort",
+    "full",        "zeros",       "ones",        "scalar_tensor"}; // the last ones on GPUs
 
 // Some calls of these operators are elementwise, too.
 const Names kSometimes = {"zeros_like",  "ones_like",   "full_like",   "where",

@@ -11,6 +11,7 @@
 #include "autograd/recompute.h"
 #include "guard.h"
 #include "recorded/forms.h"
+#include "tensor/first_use.h"
 #include "tensor/plain_mode.h"
 
 namespace optfuse::recorded {
@@ -73,13 +74,14 @@ class Called {
     }
 
     // An update that is pending, of another optimizer, a promise or the like: its memory is sealed on
-    // the CPU. Aliases of what lines have made may have a mark that nobody has taken off.
+    // the CPU, and on a GPU it may be in flight. Aliases of what lines have made, and what an update
+    // on a side stream has written, may have a mark that nobody has taken off.
     bool is_others(const at::Tensor &tensor) const {
         c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
         if (!has_mark(impl) || (impl->has_storage() && is_absent_here(storage_of(impl))))
             return false;
-        if (!impl->has_storage() || !impl->is_cpu() || impl->is_python_dispatch() ||
-            is_sealed(storage_of(impl)))
+        if (!impl->has_storage() || impl->is_python_dispatch() || is_sealed(storage_of(impl)) ||
+            !(impl->is_cpu() || use_memory(impl, false) == OF_NOTHING_PENDING))
             return true;
         if (!marks_stay())
             unmark(impl);
@@ -226,7 +228,17 @@ class Called {
             if (!each_tensor(args()[i], is_plain))
                 return false;
         }
-        return has_any && (!are_small || needs_lines() || writes_param()) && has_place(device);
+        if (!has_any)
+            return is_made_on_gpu();
+        return (!are_small || needs_lines() || writes_param()) && has_place(device);
+    }
+
+    // A new tensor, of no other one's device.
+    bool is_made_on_gpu() {
+        for (size_t i = 0; i < n; i++)
+            if (args()[i].isDevice() && is_gpu(args()[i].toDevice()))
+                return args()[i].toDevice().has_index() && has_place(args()[i].toDevice());
+        return false;
     }
 
     // On a GPU its stream, which takes lines: what a graph captures runs at once.

@@ -41,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 GPUS = [f"{NAME}:0", f"{NAME}:1"]
 BY_NUMPY = ("Looks", "Addresses", "KeepsAnAddress")  # which takes no tensor on a GPU
 CLASSES = {name: cls for name, cls in KINDS.items() if name not in BY_NUMPY}
-DEEDS = {}
+DEEDS, PASSES = {}, {}  # with gradients that are there, and by backward()
 
 
 def kind(cls):
@@ -89,10 +89,10 @@ class ToTheHost(Base):
 
 
 class World:
-    """A small training, of which everything is compared."""
+    """A small training, of which everything is compared. backward: gradients come by backward()."""
 
-    def __init__(self, cls, wrap, devices=(NAME,), dtype=torch.float32):
-        self.wrap, self.noted = wrap, []
+    def __init__(self, cls, wrap, devices=(NAME,), dtype=torch.float32, backward=False):
+        self.wrap, self.noted, self.backward = wrap, [], backward  # noted: kept
         self.params = [
             nn.Parameter(torch.randn(shape).to(devices[i % len(devices)], dtype))
             for i, shape in enumerate(SHAPES)
@@ -100,10 +100,16 @@ class World:
         groups = [{"params": self.params[:2]}, {"params": self.params[2:]}]
         self.optimizer = wrap(cls(groups))
 
-    def gradients(self, i):
+    def gradients(self, i, some=None, **how):
         torch.manual_seed(i + 1)
-        for p in self.params:
-            p.grad = torch.randn(p.shape).to(p.device, p.dtype)
+        drawn = [torch.randn(p.shape).to(p.device, p.dtype) for p in self.params]
+        if self.backward:
+            self.optimizer.zero_grad()
+            pairs = [(p, d) for p, d in zip(self.params, drawn, strict=True) if p is not some]
+            sum((p * d + p * p * 0.25).sum().cpu() for p, d in pairs).backward(**how)
+            return
+        for p, d in zip(self.params, drawn, strict=True):
+            p.grad = d
 
     def steps(self, n, begin=0):
         for i in range(begin, begin + n):
@@ -116,12 +122,17 @@ class World:
         loss.backward()
         return loss
 
+    def passes_ahead(self):
+        """Backward passes at whose first gradient step() has run."""
+        return self.optimizer._optfuse_link.ledger.updater.passes_ahead if self.wrap.fused else None
+
     def end(self):
         settle_devices()
         yield "parameters", self.params
-        yield "gradients", [p.grad for p in self.params]
         yield "state", self.optimizer.state_dict()
-        yield "versions", [p._version for p in self.params]
+        if not self.backward:
+            yield "gradients", [p.grad for p in self.params]
+            yield "versions", [p._version for p in self.params]
 
 
 def settle_devices():
@@ -129,17 +140,21 @@ def settle_devices():
     fakecuda.synchronize(1)
 
 
-def deed(function, **how):
+def deed(function, where=DEEDS, **how):
     def script_of(cls):
         def script(wrap):
-            world = World(cls, wrap, **how)
+            world = World(cls, wrap, backward=where is PASSES, **how)
             function(world)
             yield from world.end()
 
         return script
 
-    DEEDS[function.__name__ if not how else f"{function.__name__}, {how}"] = script_of
+    where[function.__name__ if not how else f"{function.__name__}, {how}"] = script_of
     return function
+
+
+def of_a_pass(function, **how):
+    return deed(function, PASSES, **how)
 
 
 @deed
@@ -318,9 +333,125 @@ def test_classes_that_are_traced_and_that_are_not(make):
     legal(of_a_model(make), prove=False, recorded=True)
 
 
-@pytest.mark.parametrize("name", ["Elementwise", "Lists", "Norms", "Capturable"])
-def test_backward_mode_leaves_them_to_step(name):
-    legal(of_a_model(CLASSES[name]), "backward", prove=False, recorded=True)
+# Backward mode
+
+#: Whose step() can run at a pass's first gradient, wherever the parameters are.
+AHEAD = ("Elementwise", "Lists", "Norms", "Masks", "Views", "OldStyle", "Gathers", "Capturable",
+         "CapturableLists", "WideStrides")  # fmt: skip
+
+for work in (only_steps, other_streams, who_waits_for_step_sees_it, another_current_device,
+             moves, another_thread):  # fmt: skip
+    of_a_pass(work)
+for of in DTYPES[1:]:
+    of_a_pass(only_steps, dtype=of)
+of_a_pass(only_steps, devices=GPUS)
+of_a_pass(only_steps, devices=("cpu", *GPUS))
+
+
+@of_a_pass
+def step_on_another_stream(world):
+    stream, main = fakecuda.stream(), fakecuda.current()
+    for i in range(6):
+        world.gradients(i)
+        stream.wait_stream(main)
+        with stream:
+            world.optimizer.step()
+        main.wait_stream(stream)
+
+
+@of_a_pass
+def a_stream_for_each_parameter(world):
+    """The gradient is complete where the parameter was used."""
+    streams, main = [fakecuda.stream() for _ in world.params], fakecuda.current()
+    for i in range(6):
+        for stream in streams:
+            stream.wait_stream(main)
+        world.optimizer.zero_grad()
+        parts = []
+        for p, stream in zip(world.params, streams, strict=True):
+            with stream:
+                parts.append((p * p * (i + 1)).sum())
+        for stream in streams:
+            main.wait_stream(stream)
+        sum(parts).backward()
+        world.optimizer.step()
+
+
+@of_a_pass
+def some_of_them(world):
+    for i in range(8):
+        world.gradients(i, world.params[3] if i % 4 == 3 else None)
+        world.optimizer.step()
+
+
+@of_a_pass
+def inputs_are_named(world):
+    for i in range(8):
+        named = {"inputs": world.params[:2]} if i % 4 == 3 else {}
+        world.gradients(i, **named)
+        world.optimizer.step()
+
+
+@of_a_pass
+def kept_graphs(world):
+    for i in range(6):
+        world.gradients(i, retain_graph=i % 2 == 1)
+        world.optimizer.step()
+
+
+@of_a_pass
+def a_hook_reads_the_others_on_its_stream(world):
+    """In backward(), before its own update and beside those of others."""
+    stream, p = fakecuda.stream(), world.params[0]
+
+    def hook(_):
+        here = fakecuda.current()
+        stream.wait_stream(here)
+        with stream:
+            world.seen = p.detach() * 2
+        here.wait_stream(stream)
+
+    world.params[1].register_hook(hook)
+    world.steps(6)
+
+
+@of_a_pass
+def a_captured_iteration(world):
+    world.steps(4)
+    settle_devices()
+    stream = fakecuda.stream()
+    with captured(stream):
+        world.gradients(4)
+        world.optimizer.step()
+    settle_devices()
+    world.steps(4, 5)
+
+
+@of_a_pass
+def a_rate_on_the_gpu(world):
+    for group in world.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.1, device=world.params[0].device)
+    for i in range(6):
+        world.steps(1, i)
+        for group in world.optimizer.param_groups:
+            group["lr"].mul_(0.5)
+
+
+NOT_PASSES = {**NOT, "Lists": (*NOT["Lists"], "inputs", "rate")}
+
+
+def goes_with_pass(name, work):
+    return not any(word in work for word in NOT_PASSES.get(name, ()))
+
+
+BACKWARD = {"backward": optfuse.Backward(), "aside": optfuse.Backward(side_stream=True)}
+PAIRS_OF_PASSES = [(n, w) for n in CLASSES for w in PASSES if goes_with_pass(n, w)]
+
+
+@pytest.mark.parametrize("mode", BACKWARD)
+@pytest.mark.parametrize(("name", "work"), PAIRS_OF_PASSES)
+def test_in_backward_too(name, work, mode):
+    legal(PASSES[work](CLASSES[name]), BACKWARD[mode], prove=False, recorded=True)
 
 
 # Programs
