@@ -145,6 +145,8 @@ def deed(function, where=DEEDS, **how):
         def script(wrap):
             world = World(cls, wrap, backward=where is PASSES, **how)
             function(world)
+            if wrap.fused and where is PASSES and "cpu" not in how.get("devices", ()):
+                assert cls.__name__ not in AHEAD or world.passes_ahead() > 0
             yield from world.end()
 
         return script
@@ -427,17 +429,7 @@ def a_captured_iteration(world):
     world.steps(4, 5)
 
 
-@of_a_pass
-def a_rate_on_the_gpu(world):
-    for group in world.optimizer.param_groups:
-        group["lr"] = torch.tensor(0.1, device=world.params[0].device)
-    for i in range(6):
-        world.steps(1, i)
-        for group in world.optimizer.param_groups:
-            group["lr"].mul_(0.5)
-
-
-NOT_PASSES = {**NOT, "Lists": (*NOT["Lists"], "inputs", "rate")}
+NOT_PASSES = {**NOT, "Lists": (*NOT["Lists"], "inputs")}
 
 
 def goes_with_pass(name, work):
