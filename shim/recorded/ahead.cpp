@@ -202,7 +202,7 @@ bool Ahead::can_begin(const Plan &plan) const {
     Tape now;
     know_params(plan, &now);
     for (const of_stream &stream : now.own_streams.all)
-        if (stream.capture != 0) // of which step() may be no part
+        if (stream.capture != 0 && OF_GUARD(ahead_capture)) // of which step() may be no part
             return false;
     bool any = false;
     for (const Slot *slot : plan.slots) {
@@ -312,7 +312,7 @@ void Ahead::run(size_t slot, const at::Tensor &gradient) {
     c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();
     c10::StorageImpl *storage = storage_of(impl);
     count_versions(part);
-    if (is_gpu(storage->device()))
+    if (is_gpu(storage->device()) && OF_GUARD(ahead_memory))
         record_on(current_stream(storage->device().index()), part.values);
     // The gradient's memory for as long as the lines run, and nobody's.
     storage->set_data_ptr_noswap(

@@ -136,7 +136,7 @@ class Called {
 
     // What runs on a GPU at once no stream puts in order with the lines.
     void look_for_gpus(const c10::IValue *values, size_t n_values) {
-        if (tape->is_watched() && !each_tensor(values, n_values, [](const at::Tensor &tensor) {
+        if (tape->is_watched() && OF_GUARD(ahead_at_once) && !each_tensor(values, n_values, [](const at::Tensor &tensor) {
                 return !is_gpu(tensor.device());
             }))
             tape->meets("calls an operator that runs on a GPU at once (" + op.schema().name() + ")");

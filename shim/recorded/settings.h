@@ -57,6 +57,9 @@ class Streams {
         return std::any_of(all.begin(), all.end(),
                            [device](const of_stream &its) { return its.device == device; });
     }
+    bool has(const of_stream &stream) const {
+        return has_one_of(stream.device) && have_room_for(stream);
+    }
     // Whether these operators and one on that stream run on one stream of each device.
     bool have_room_for(const of_stream &stream) const {
         for (const of_stream &its : all)

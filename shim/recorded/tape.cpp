@@ -83,8 +83,7 @@ void Tape::drop_garbage() {
 
 void Tape::begin_line(const std::optional<of_stream> &stream) {
     const Settings now;
-    const bool is_own = !stream || (own_streams.has_one_of(stream->device) && own_streams.have_room_for(*stream));
-    if (!is_own)
+    if (stream && !own_streams.has(*stream) && OF_GUARD(ahead_streams))
         meets("works on other streams of GPUs than its caller's");
     if (!lines.empty() && !(now == settings) && OF_GUARD(recorded_settings)) {
         meets("changes settings such as the number of threads");

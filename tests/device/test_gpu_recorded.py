@@ -9,9 +9,9 @@ from pathlib import Path
 import fakecuda
 import pytest
 import torch
-from common import assert_same, everything, python_ok
+from common import Fused, assert_same, everything, python_ok
 from fakecuda import NAME
-from legal import legal, net, races_without, settle, train
+from legal import legal, net, play, races_without, settle, train
 from own_classes import Tensors
 from programs import describe, draw, mended, run
 from recorded_classes import KINDS, Base
@@ -86,6 +86,16 @@ class ToTheHost(Base):
         size = torch.tensor(0.0)
         size.copy_(state["v"].abs().max())
         p.sub_(state["v"], alpha=group["lr"] / (1 + float(size)))
+
+
+@kind
+class Replaces(Base):
+    """Its state are other tensors after each step."""
+
+    def one(self, p, group, state):
+        state["m"] = state["m"] * 0.5 + p.grad
+        state["v"] = state["m"].sum()
+        p.sub_(state["m"] * state["v"], alpha=group["lr"] * 0.1)
 
 
 class World:
@@ -297,7 +307,8 @@ NOT = {
     "ToTheHost": ("captured",),
     "Beside": ("cpu", "moves"),
     "Inner": ("devices", "moves", "a_copy"),
-    "Gathers": ("other_streams", "captured"),  # gradients of another stream
+    "Gathers": ("other_streams", "captured"),
+    "Replaces": ("other_streams", "captured"),  # gradients of another stream
 }
 
 
@@ -310,7 +321,7 @@ PAIRS = [(name, work) for name in CLASSES for work in DEEDS if goes_with(name, w
 
 @pytest.mark.parametrize(("name", "work"), PAIRS)
 def test_order_and_bits_are_those_of_the_class(name, work):
-    legal(DEEDS[work](CLASSES[name]), prove=False, recorded=True)
+    legal(DEEDS[work](CLASSES[name]), prove=False)
 
 
 def of_a_model(make, steps=5):
@@ -332,14 +343,14 @@ def of_a_model(make, steps=5):
     ids=lambda cls: cls.__name__,
 )
 def test_classes_that_are_traced_and_that_are_not(make):
-    legal(of_a_model(make), prove=False, recorded=True)
+    legal(of_a_model(make), prove=False)
 
 
 # Backward mode
 
 #: Whose step() can run at a pass's first gradient, wherever the parameters are.
 AHEAD = ("Elementwise", "Lists", "Norms", "Masks", "Views", "OldStyle", "Gathers", "Capturable",
-         "CapturableLists", "WideStrides")  # fmt: skip
+         "CapturableLists", "WideStrides", "Replaces")  # fmt: skip
 
 for work in (only_steps, other_streams, who_waits_for_step_sees_it, another_current_device,
              moves, another_thread):  # fmt: skip
@@ -443,7 +454,149 @@ PAIRS_OF_PASSES = [(n, w) for n in CLASSES for w in PASSES if goes_with_pass(n, 
 @pytest.mark.parametrize("mode", BACKWARD)
 @pytest.mark.parametrize(("name", "work"), PAIRS_OF_PASSES)
 def test_in_backward_too(name, work, mode):
-    legal(PASSES[work](CLASSES[name]), BACKWARD[mode], prove=False, recorded=True)
+    legal(PASSES[work](CLASSES[name]), BACKWARD[mode], prove=False)
+
+
+def passes_on_other_streams_than_steps(wrap):
+    """Three by turns. What updates make is theirs, and dies beside another one."""
+    params = [nn.Parameter(torch.randn(20 + i).to(NAME)) for i in range(3)]
+    optimizer = wrap(Replaces(params))
+    streams, main = [fakecuda.stream() for _ in range(3)], fakecuda.current()
+    for i in range(9):
+        stream = streams[i % 3]
+        stream.wait_stream(main)
+        with stream:
+            sum((p * p).sum() for p in params).backward()
+        main.wait_stream(stream)
+        optimizer.step()
+        stream.wait_stream(main)
+        optimizer.zero_grad()
+    yield "parameters", params
+    fakecuda.synchronize()
+
+
+def race_in_passes(guard, cls, work, monkeypatch):
+    races_without(guard, PASSES[work.__name__](cls), monkeypatch, "backward")
+
+
+def test_memory_of_a_pass_is_its_streams(monkeypatch):
+    # check_guard("ahead_memory"
+    legal(passes_on_other_streams_than_steps, "backward", prove=False)
+    races_without("ahead_memory", passes_on_other_streams_than_steps, monkeypatch, "backward")
+
+
+class Counts(Base):
+    """With numbers that an operator makes on the GPU at once."""
+
+    def one(self, p, group, state):
+        numbers = torch.arange(p.numel(), dtype=p.dtype, device=p.device).view_as(p)
+        p.sub_(p.grad * numbers, alpha=group["lr"] * 1e-3)
+
+
+def test_what_runs_at_once_leaves_the_step_to_itself(monkeypatch):
+    # check_guard("ahead_at_once"
+    work = a_stream_for_each_parameter
+    legal(PASSES[work.__name__](Counts), "backward", prove=False)
+    race_in_passes("ahead_at_once", Counts, work, monkeypatch)
+
+
+class Elsewhere(Base):
+    """All on a stream of its own; who calls step() waits for it, and it for who calls."""
+
+    scale, stream = None, None
+
+    def one(self, p, group, state):
+        with self.stream:
+            p.sub_(p.grad * self.scale, alpha=group["lr"])
+
+
+def who_writes_on_its_stream(wrap):
+    params = [nn.Parameter(torch.ones(40, device=NAME)) for _ in range(2)]
+    optimizer, stream, main = wrap(Elsewhere(params)), fakecuda.stream(), fakecuda.current()
+    optimizer.stream, optimizer.scale = stream, torch.ones((40,), device=NAME)
+    stream.wait_stream(main)
+    for i in range(5):
+        with stream:
+            optimizer.scale.add_(1)
+        sum((p * p).sum() for p in params).backward()
+        stream.wait_stream(main)
+        optimizer.step()
+        main.wait_stream(stream)
+        stream.wait_stream(main)
+        optimizer.zero_grad()
+    yield "parameters", params
+    fakecuda.synchronize()
+
+
+def test_a_step_on_another_stream_is_left_to_itself(monkeypatch):
+    legal(who_writes_on_its_stream, "backward", prove=False)
+    # check_guard("ahead_streams"
+    races_without("ahead_streams", who_writes_on_its_stream, monkeypatch, "backward")
+
+
+def test_a_captured_pass_is_left_to_step(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "ahead_capture")
+    # check_guard("ahead_capture"
+    script = PASSES["a_captured_iteration"](CLASSES["Elementwise"])
+    with pytest.raises(optfuse.Error, match="which the steps before did not"):
+        play(script, Fused("backward"))
+    fakecuda.clear()
+
+
+class OfTensorRate(Base):
+    def one(self, p, group, state):
+        p.sub_(p.grad * group["lr"])
+
+
+def test_a_rate_on_the_gpu_is_read_by_the_update():
+    def script(wrap):
+        rate = torch.tensor(0.1, device=NAME)
+        world = World(lambda groups: OfTensorRate(groups, lr=rate), wrap, backward=True)
+        for i in range(6):
+            world.steps(1, i)
+            rate.mul_(0.5)
+        assert not wrap.fused or world.passes_ahead() == 4
+        yield from world.end()
+
+    legal(script, "backward", prove=False)
+
+
+class MakesNumbers(Base):
+    def one(self, p, group, state):
+        state["made"] = torch.ones(()) * 2
+        p.sub_(p.grad * state["made"], alpha=group["lr"])
+
+
+def test_new_tensors_are_on_the_default_device_of_step():
+    """Autograd's thread for a GPU has none of its own."""
+
+    def script(wrap):
+        torch.set_default_device(GPUS[0])
+        try:
+            world = World(MakesNumbers, wrap, backward=True)
+            world.steps(5)
+        finally:
+            torch.set_default_device(None)
+        yield "devices", [str(world.optimizer.state[p]["made"].device) for p in world.params]
+        assert not wrap.fused or world.passes_ahead() > 0
+        yield from world.end()
+
+    legal(script, "backward", prove=False)
+
+
+def test_loss_scaling_is_refused_in_backward():
+    world = World(CLASSES["Elementwise"], Fused("backward"), backward=True)
+    scaler = torch.amp.GradScaler(NAME)
+    with pytest.raises(optfuse.Error, match="GradScaler"):
+        for _ in range(4):
+            scaler.scale(sum((p * p).sum() for p in world.params)).backward()
+            scaler.step(world.optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("make", [*TRACEABLE, ByViews, Centered, Factored, Sorts, TrustRatio, Tensors])
+def test_other_classes_in_backward(make):
+    legal(of_a_model(make, 8), "backward", prove=False)
 
 
 # Programs
@@ -455,7 +608,7 @@ def test_operators_have_the_bits_of_pytorch(dtype):
     by_operator = set()
     for name, formula in FORMULAS.items():
         params = [nn.Parameter(special(n, dtype, random).to(NAME)) for n in SIZES]
-        optimizer = optfuse.fuse(EachGroup([{"params": params, "operator": name}]), recorded=True)
+        optimizer = optfuse.fuse(EachGroup([{"params": params, "operator": name}]))
         for _ in range(3):  # the third runs programs
             for p in params:
                 p.grad = special(p.numel(), dtype, random).to(NAME)
@@ -480,12 +633,15 @@ def launched(work):
     return [text for text in texts if text.startswith("of_cuda_")]
 
 
-def fused(cls, n=4, steps=5, size=40):
+def fused(cls, n=4, steps=5, size=40, mode="forward"):
     params = [torch.ones(size + i, device=NAME, requires_grad=True) for i in range(n)]
-    optimizer = optfuse.fuse(cls(params), recorded=True)
+    optimizer = optfuse.fuse(cls(params), mode)
 
     def step():
-        for p in params:
+        if mode == "backward":
+            optimizer.zero_grad()
+            sum(p.sum() for p in params).backward()
+        for p in params if mode == "forward" else ():
             p.grad = torch.ones_like(p)
         optimizer.step()
 
@@ -494,10 +650,24 @@ def fused(cls, n=4, steps=5, size=40):
     return step
 
 
+MODES = ("forward", "backward")
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["Elementwise", "Lists", "OldStyle"])
-def test_parameters_that_are_alike_go_in_one_launch(name):
+def test_parameters_that_are_alike_go_in_one_launch(name, mode):
     """Those of a for-loop, too: each has numbers of its own, and they are the same."""
-    assert len(launched(fused(CLASSES[name]))) == 1
+    assert len(launched(fused(CLASSES[name], mode=mode))) == 1
+
+
+class TwoKinds(Base):
+    def one(self, p, group, state):
+        p.add_(p.grad, alpha=float(p.numel() % 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_of_two_kinds_by_turns_go_in_two_launches(mode):
+    assert len(launched(fused(TwoKinds, n=8, mode=mode))) == 2
 
 
 class OtherNumbers(Base):
@@ -528,7 +698,7 @@ def test_lists_of_several_dtypes_are_pytorchs_own():
     """PyTorch takes them one by one there, and rounds so."""
     dtypes = torch.float32, torch.bfloat16
     params = [torch.ones(40, device=NAME, dtype=d, requires_grad=True) for d in dtypes]
-    optimizer = optfuse.fuse(CLASSES["Lists"](params), recorded=True)
+    optimizer = optfuse.fuse(CLASSES["Lists"](params))
     for _ in range(5):
         for p in params:
             p.grad = torch.ones_like(p)
@@ -545,12 +715,13 @@ class ManyTemporaries(Base):
 
 @pytest.mark.parametrize("cls", [Long, ManyTemporaries])
 def test_programs_that_are_too_large_are_several(cls):
-    legal(of_a_model(cls), prove=False, recorded=True)
+    legal(of_a_model(cls), prove=False)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["Elementwise", "Norms", "Capturable", "CapturableLists"])
-def test_the_host_never_waits(name):
-    step = fused(CLASSES[name])  # operators have had their trials
+def test_the_host_never_waits(name, mode):
+    step = fused(CLASSES[name], mode=mode)  # operators have had their trials
     torch.ops.fakecuda.set_logging(True)
     step()
     names = {text.split()[0] for text in torch.ops.fakecuda.launches()}
@@ -570,7 +741,7 @@ import torch
 from recorded_classes import Elementwise
 import optfuse
 params = [torch.linspace(0.1, 2, 300).to("fakecuda").requires_grad_() for _ in range(2)]
-optimizers = optfuse.fuse(Elementwise(params[:1]), recorded=True), Elementwise(params[1:])
+optimizers = optfuse.fuse(Elementwise(params[:1])), Elementwise(params[1:])
 for i in range(5):
     for p, optimizer in zip(params, optimizers):
         p.grad = p.detach() * (1.5 + i)
@@ -611,12 +782,12 @@ def who_looks_on_its_stream(wrap):
 
 
 def test_a_line_runs_on_its_stream():
-    legal(who_looks_on_its_stream, prove=False, recorded=True)
+    legal(who_looks_on_its_stream, prove=False)
 
 
 def test_without_its_stream_a_line_races(monkeypatch):
     # check_guard("recorded_stream"
-    races_without("recorded_stream", who_looks_on_its_stream, monkeypatch, recorded=True)
+    races_without("recorded_stream", who_looks_on_its_stream, monkeypatch)
 
 
 class Tells(Base):
@@ -641,12 +812,12 @@ def who_waits_for_an_event_of_step(wrap):
 
 
 def test_an_event_that_step_records_stands_for_the_lines_before():
-    legal(who_waits_for_an_event_of_step, prove=False, recorded=True)
+    legal(who_waits_for_an_event_of_step, prove=False)
 
 
 def test_without_that_it_would_not(monkeypatch):
     # check_guard("recorded_order"
-    races_without("recorded_order", who_waits_for_an_event_of_step, monkeypatch, recorded=True)
+    races_without("recorded_order", who_waits_for_an_event_of_step, monkeypatch)
 
 
 def lines_of_a_captured_step():
@@ -686,6 +857,6 @@ class Mine(Base):
 def test_random_programs_on_three_streams():
     for seed in range(60):
         program, stock = mended(draw("forward", seed, 24), Mine)
-        ours = run(program, Mine, lambda o: optfuse.fuse(o, recorded=True))
+        ours = run(program, Mine, lambda o: optfuse.fuse(o))
         assert ours.failed_at is None, f"program {seed}: {ours.races}\n{describe(program)}"
         assert_same(f"program {seed}\n{describe(program)}", ours.values, stock.values)
