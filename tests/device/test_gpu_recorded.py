@@ -854,9 +854,18 @@ class Mine(Base):
             p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-3), value=-0.1)
 
 
-def test_random_programs_on_three_streams():
+WAYS = {"forward": "forward", **BACKWARD}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_random_programs_on_three_streams(way):
+    mode, ahead = "forward" if way == "forward" else "backward", 0
     for seed in range(60):
-        program, stock = mended(draw("forward", seed, 24), Mine)
-        ours = run(program, Mine, lambda o: optfuse.fuse(o))
+        program, stock = mended(draw(mode, seed, 24), Mine)
+        fused = []
+        ours = run(program, Mine, lambda o: fused.append(optfuse.fuse(o, WAYS[way])) or fused[0])
+        if mode == "backward":
+            ahead += fused[0]._optfuse_link.ledger.updater.passes_ahead
         assert ours.failed_at is None, f"program {seed}: {ours.races}\n{describe(program)}"
         assert_same(f"program {seed}\n{describe(program)}", ours.values, stock.values)
+    assert mode == "forward" or ahead > 60
