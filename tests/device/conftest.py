@@ -47,8 +47,10 @@ if not missing:
         assert not found, "nothing puts in order:\n" + "\n".join(found)
 
     @pytest.fixture
-    def rounds_as_cuda():
-        """Whatever instructions the CPU's operators take."""
-        fakecuda.round_as_cuda()
-        yield
-        fakecuda.round_as_cuda(False)
+    def rounds_as_cpu():
+        """For tests that compare operators there with the CPU's, and fuse no recorded class."""
+
+    @pytest.fixture(autouse=True)
+    def rounds_as_cuda(request):
+        """Trials of operators are for the whole process."""
+        fakecuda.round_as_cuda("rounds_as_cpu" not in request.fixturenames)

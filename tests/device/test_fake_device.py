@@ -65,6 +65,7 @@ def trained(device, build, batch):
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.usefixtures("rounds_as_cpu")
 @pytest.mark.parametrize(("build", "batch"), [(conv_net, images), (transformer, words)])
 def test_training_gives_the_bits_of_the_cpu(build, batch):
     assert_same("weights", trained(NAME, build, batch), trained("cpu", build, batch))

@@ -52,6 +52,7 @@ def isa(optimizer):
     return optfuse.summary(optimizer).isa
 
 
+@pytest.mark.usefixtures("rounds_as_cpu")
 def test_the_host_never_waits():
     """Stock's does, for each parameter's mu."""
 

@@ -96,7 +96,6 @@ def test_a_model_that_was_moved_or_cast_is_refused(name, mode):
 
 # Adagrad makes its state at once, which is then of the old dtype.
 @pytest.mark.parametrize("cls", [c for c in TRIED if c is not Adagrad], ids=lambda c: c.__name__)
-@pytest.mark.usefixtures("rounds_as_cuda")
 def test_fused_again_it_has_the_bits_of_the_class_there(cls):
     results = []
     for fuse in (optfuse.fuse, lambda optimizer: optimizer):

@@ -20,7 +20,6 @@ from optfuse._rules import RULES
 from optfuse._trials import stock_trial
 from optfuse.optim import Lion
 
-pytestmark = pytest.mark.usefixtures("rounds_as_cuda")
 MODES = ("forward", "backward")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OPTIONS = {cls: ENTRIES[cls.__name__].options for cls in RULES if cls.__name__ in ENTRIES}

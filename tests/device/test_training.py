@@ -55,7 +55,7 @@ def test_every_dtype(dtype, mode):
 
 
 @pytest.mark.parametrize("reader, owner", [(0, 2), (2, 0)])
-@pytest.mark.parametrize("make", [sgd, torch.optim.Rprop, torch.optim.Adafactor])
+@pytest.mark.parametrize("make", [sgd, torch.optim.Rprop])
 def test_a_gradient_that_is_another_parameter_is_refused(make, reader, owner):
     """PyTorch's kernels for many tensors read it before or after the other update."""
     params = [torch.nn.Parameter(torch.full((6, 6), i + 1.0, device=NAME)) for i in range(3)]

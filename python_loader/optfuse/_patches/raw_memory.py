@@ -76,8 +76,8 @@ def _is_recording() -> bool:
 
 
 def play_recorded(ends: bool = False, orders: bool = False) -> None:
-    """Runs what this thread's step() has recorded; ends: the rest of step() is not; orders: it waits
-    for streams."""
+    """Runs what this thread's step() has recorded; ends: the rest of step() is not; orders: it
+    waits for streams."""
     if _is_recording():
         check(lib_with_gil.of_shim_play_recorded(ends, orders))
 
