@@ -71,8 +71,8 @@ at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::Scal
     return made;
 }
 
-// Longer tapes would leave the processor's caches.
-constexpr size_t kMostLines = 512;
+// Longer tapes would leave the processor's caches; on a GPU each costs a launch.
+constexpr size_t kMostLines = 512, kMostOnGpu = 8192;
 
 void Tape::drop_garbage() {
     const int state = of_interpreter.take_gil();
@@ -89,7 +89,7 @@ void Tape::begin_line(const std::optional<of_stream> &stream) {
         meets("changes settings such as the number of threads");
         play();
     }
-    if ((lines.size() >= kMostLines && kind == Kind::PLAIN) ||
+    if ((lines.size() >= (stream ? kMostOnGpu : kMostLines) && kind == Kind::PLAIN) ||
         (stream && !streams.have_room_for(*stream) && OF_GUARD(recorded_stream)))
         play();
     if (garbage.size() >= kMostLines)
