@@ -54,15 +54,20 @@ class Noted:
         return {name: _noted(value) for name, value in own if self._reads_option(name)}
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        own = own_attributes(unbound(optimizer.__dict__, optimizer)) | shared_state(optimizer)
+        own = own_attributes(unbound(optimizer.__dict__, optimizer))
         read = self._read
-        return {
-            name: _noted(value)
+        own = {
+            name: value
             for name, value in own.items()
-            if name != _DEFAULTS
-            and name not in self._but
-            and (read is None or name in read or name == SHARED)
+            if name != _DEFAULTS and (read is None or name in read)
         }
+        found = (own | state_of_no_parameter(optimizer)).items()
+        return {name: _noted(value) for name, value in found if name not in self._but}
+
+
+def state_of_no_parameter(optimizer: Optimizer) -> dict[str, Any]:
+    found = shared_state(optimizer).get(SHARED, {})
+    return {f"state[{key!r}]": value for key, value in found.items()}
 
 
 def _noted(value: Any) -> Any:

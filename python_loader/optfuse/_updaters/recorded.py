@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import parameters_of
 from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
-from optfuse._own_step.noted import Noted
+from optfuse._own_step.noted import Noted, state_of_no_parameter
 from optfuse._own_step.twin import own_attributes
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
 from optfuse._rules import ROWS, AnyRule
@@ -246,7 +246,9 @@ class Run:
         self._before.restore(optimizer, self._after)
         held = {
             name: tensors
-            for name, value in own_attributes(optimizer.__dict__).items()
+            for name, value in (
+                own_attributes(optimizer.__dict__) | state_of_no_parameter(optimizer)
+            ).items()
             if (tensors := list(tensors_in([value])))
         }
         known = set(map(id, torch.ops.optfuse.tensors_ahead(plan) if held else ()))
