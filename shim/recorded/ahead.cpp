@@ -69,6 +69,7 @@ std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts)
 
 void know_params(const Plan &plan, Tape *tape) {
     tape->params.clear();
+    tape->gradients.clear();
     for (const Slot *slot : plan.slots)
         tape->params.insert(storage_of(slot->param));
 }
@@ -148,6 +149,8 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
             why = "has DTensors";
         if (!gradient.defined())
             continue;
+        if (gradient.has_storage())
+            its->gradients.insert(storage_of(gradient.unsafeGetTensorImpl()));
         if (is_plain(gradient))
             gradients[slot->index] = gradient_like(gradient);
         else

@@ -132,10 +132,11 @@ class Called {
     }
 
     void run_at_once() {
-        if (!k.makes_blank && needs_lines() && OF_GUARD(recorded_order)) {
+        const bool needs = !k.makes_blank && needs_lines() && OF_GUARD(recorded_order);
+        if (needs || (!k.makes_blank && reads_gradient()))
             tape->meets("looks at numbers (" + op.schema().name() + ")");
+        if (needs)
             tape->play();
-        }
         look_at_once();
         tape->counts.at_once++;
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
@@ -154,10 +155,10 @@ class Called {
                        tape->touches(storage_of(tensor.unsafeGetTensorImpl()));
             return true;
         });
-        if (touched) {
+        if (touched || reads_gradient())
             tape->meets("looks at numbers past PyTorch's operators");
+        if (touched)
             tape->play();
-        }
         each([this](const at::Tensor &tensor) {
             if (!tensor.has_storage())
                 return true;
@@ -215,7 +216,8 @@ class Called {
             if (!each_tensor(args()[i], is_plain))
                 return false;
         }
-        return has_any && (!are_small || needs_lines() || writes_param()) && has_place(device);
+        return has_any && (!are_small || needs_lines() || writes_param() || reads_gradient()) &&
+               has_place(device);
     }
 
     // On a GPU its stream, which takes lines: what a graph captures runs at once.
@@ -226,6 +228,11 @@ class Called {
             tape->meets("works on a GPU");
         stream = current_stream(device->index());
         return cuda_library() != nullptr && (stream->capture == 0 || !OF_GUARD(recorded_capture));
+    }
+
+    bool reads_gradient() const {
+        return tape->is_watched() && !tape->gradients.empty() &&
+               !each([this](const at::Tensor &tensor) { return !tape->is_gradient(tensor); });
     }
 
     bool writes_param() const {
