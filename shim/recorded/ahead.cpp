@@ -21,12 +21,17 @@
 namespace optfuse::recorded {
 namespace {
 
-Gradient gradient_like(const at::Tensor &tensor) {
-    const auto sizes = tensor.sizes(), strides = tensor.strides();
+Geometry geometry_of(const c10::TensorImpl *impl) {
+    const auto sizes = impl->sizes(), strides = impl->strides();
     return {true,
             {sizes.begin(), sizes.end()},
             {strides.begin(), strides.end()},
-            tensor.scalar_type()};
+            c10::typeMetaToScalarType(impl->dtype())};
+}
+
+bool has_geometry(const c10::TensorImpl *impl, const Geometry &its) {
+    return impl->sizes().equals(its.sizes) && impl->strides().equals(its.strides) &&
+           impl->dtype() == its.dtype;
 }
 
 bool is_plain(const at::Tensor &gradient) {
@@ -139,9 +144,11 @@ Ahead &ahead_of(Plan &plan) {
 void Ahead::begin_watched(const Plan &plan, Tape *its) {
     know_params(plan, its);
     gradients.assign(plan.slots.size(), {});
+    params.resize(plan.slots.size());
     why.clear();
     n_watched++;
     for (const Slot *slot : plan.slots) {
+        params[slot->index] = geometry_of(slot->param);
         const at::Tensor &gradient = slot->param->grad();
         if (gradient.defined())
             compute_now(gradient.unsafeGetTensorImpl());
@@ -152,7 +159,7 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
         if (gradient.has_storage())
             its->gradients.insert(storage_of(gradient.unsafeGetTensorImpl()));
         if (is_plain(gradient))
-            gradients[slot->index] = gradient_like(gradient);
+            gradients[slot->index] = geometry_of(gradient.unsafeGetTensorImpl());
         else
             why = "has gradients that are not dense ones on the CPU";
     }
@@ -180,6 +187,8 @@ bool Ahead::can_begin(const Plan &plan) const {
     for (const Slot *slot : plan.slots) {
         const bool is_expected = gradients[slot->index].is_there;
         any |= is_expected;
+        if (!has_geometry(slot->param, params[slot->index])) // so its gradient has another one, too
+            return false;
         if (!plan.reduces && is_expected != (has_gradient(*slot) || gets_gradient(*slot)))
             return false;
     }
@@ -194,7 +203,7 @@ std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
         slot->program.reset();
     std::vector<at::Tensor> made(parts.size());
     for (size_t i = 0; i < parts.size(); i++)
-        if (const Gradient &of = gradients[i]; of.is_there)
+        if (const Geometry &of = gradients[i]; of.is_there)
             made[i] = parts[i].stand_in =
                 its_tape->absent(of.sizes, of.strides, of.dtype, at::kCPU);
     return made;
@@ -272,7 +281,7 @@ bool Ahead::knows_all_users(const Slot &slot) const {
 
 void Ahead::run(size_t slot, const at::Tensor &gradient) {
     Part &part = parts[slot];
-    if (!is_plain(gradient) || !(gradient_like(gradient) == gradients[slot]))
+    if (!is_plain(gradient) || !has_geometry(gradient.unsafeGetTensorImpl(), gradients[slot]))
         fail("its gradient has other strides or another dtype than in the step before, by which "
              "step() has gone already; use optfuse.fuse(optimizer, mode=\"forward\")");
     c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();

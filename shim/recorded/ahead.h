@@ -30,16 +30,11 @@ struct Part {
     std::vector<c10::IValue> values;
 };
 
-// The form of a gradient.
-struct Gradient {
+// That of a gradient, or of a parameter.
+struct Geometry {
     bool is_there = false;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype = at::kFloat;
-
-    bool operator==(const Gradient &o) const {
-        return is_there == o.is_there && sizes == o.sizes && strides == o.strides &&
-               dtype == o.dtype;
-    }
 };
 
 // One optimizer's. Guarded by Plan::telling, and between two passes by Plan::alone; run() by the core's
@@ -86,7 +81,7 @@ class Ahead {
     void hide_numbers();
     void hand_over(Slot *slot, std::shared_ptr<const Program> *before);
 
-    std::vector<Gradient> gradients; // of the last step() that was watched
+    std::vector<Geometry> gradients, params; // of the last step() that was watched
     std::unique_ptr<Tape> its_tape;
     std::vector<Part> parts;
     std::vector<Undo> not_hidden; // of small tensors that are ahead
