@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import parameters_of
 from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
-from optfuse._own_step.noted import Noted, state_of_no_parameter
-from optfuse._own_step.twin import own_attributes
+from optfuse._own_step.noted import Noted
+from optfuse._own_step.twin import own_attributes, shared_state
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
 from optfuse._rules import ROWS, AnyRule
 from optfuse._shared_state import shares_with_others
@@ -238,23 +238,17 @@ class Run:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = _Snapshot(optimizer)
+        own = own_attributes(optimizer.__dict__) | shared_state(optimizer)
+        self._there = list(tensors_in([own, optimizer.param_groups]))  # others step() makes
         self.dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
 
     def hide(self, optimizer: Optimizer, stock: type[Optimizer], plan: int) -> None:
         """step() has run."""
         self._after = _Snapshot(optimizer)
         self._before.restore(optimizer, self._after)
-        held = {
-            name: tensors
-            for name, value in (
-                own_attributes(optimizer.__dict__) | state_of_no_parameter(optimizer)
-            ).items()
-            if (tensors := list(tensors_in([value])))
-        }
-        known = set(map(id, torch.ops.optfuse.tensors_ahead(plan) if held else ()))
-        # The library looks at those that updates use.
-        used = [name for name, its in held.items() if not known.isdisjoint(map(id, its))]
-        self.noted = Noted(optimizer, stock, used)
+        written = [*parameters_of(optimizer), *torch.ops.optfuse.tensors_ahead(plan)]
+        only_read = set(map(id, self._there)).difference(map(id, written))
+        self.noted = Noted(optimizer, stock, lambda tensor: id(tensor) not in only_read)
 
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)
