@@ -82,7 +82,7 @@ class Tape {
     bool is_param(const c10::StorageImpl *storage) const {
         return params.find(storage) != params.end();
     }
-    // Of a step() that is watched, which has them: stand-ins would be in their place.
+    // Gradients of a step() that is watched: ahead, stand-ins are in their place.
     ska::flat_hash_set<const c10::StorageImpl *> gradients;
     bool is_gradient(const at::Tensor &tensor) const {
         return tensor.has_storage() &&

@@ -588,7 +588,7 @@ class SumOfAll(CounterOfAll):
 
 @style
 class ByPlace(Base):
-    """What belongs to a parameter under its place: in the state, in an attribute, in an option."""
+    """Keeps things of a parameter under its place: in the state, in an attribute, in an option."""
 
     def prepare(self, params):
         self.kept = [None] * len(params)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a step() does beside its update, from its first step on, or for the first time when it has
-run ahead of its gradients: stock's bits. In backward mode a look in a later step may raise
+"""Acts of a step() beside its update, from its first step on, or for the first time when it has run
+ahead of its gradients: stock's bits. In backward mode a look in a later step may raise
 optfuse.Error, and then nothing was updated."""
 
 import contextlib
@@ -37,7 +37,7 @@ def compiled(p):
 
 halve = torch.compile(compiled, backend="eager")
 
-# Of the optimizer, a parameter, its gradient and its state: what is returned is noted.
+# Functions of the optimizer, a parameter, its gradient and its state; their results are noted.
 LOOKS = {
     "item": lambda o, p, g, s: g.sum().item(),
     "an element": lambda o, p, g, s: g[0, 0].item(),
@@ -240,6 +240,6 @@ def test_a_number_beside_tensors_that_updates_write_may_not_change_late():
         p.sum().backward()
         optimizer.held[1]["scale"] *= 0.5 if i == 4 else 1
         if i == 4:
-            with pytest.raises(optfuse.Error, match="the attribute 'held'.*or.*forward"):
+            with pytest.raises(optfuse.Error, match="attribute 'held'.*changed between"):
                 optimizer.step()
         optimizer.step()

@@ -64,7 +64,7 @@ def expect_stocks_bits(cls, *form, steps=6):
             assert_same(mode, *(x.param_groups[0]["params"] for x in (ours, stock)))
 
 
-# In each of these to() does nothing if the number has the dtype already, and is not recorded.
+# to() in each of these does nothing if the number has the dtype already, and is not recorded.
 def shared(p, g, group):
     """A whole number is divided, which gives one of the default dtype."""
     share = ((g > 0).sum() / 3).to(p.dtype)
@@ -87,7 +87,7 @@ def rounded(p, g, group):
 
 
 def through(p, g, group):
-    """What flatten() shows is the update itself, or a copy of it."""
+    """flatten() shows the update itself, or a copy of it."""
     update = g * 1.0
     update.flatten().mul_(0.5)
     update.contiguous().mul_(0.5)

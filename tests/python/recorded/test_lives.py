@@ -63,7 +63,7 @@ def lived(live, cls, mode):
     return it.noted
 
 
-#: What backward mode refuses.
+#: Lives that backward mode refuses.
 REFUSED = {
     "losses_of_parts_before_a_step": "got one that it had not in the step before",
     "gradients_that_are_never_zeroed": "without zero_grad",

@@ -17,7 +17,7 @@ from optfuse._options import RECORDED
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (1, 5, 15, 16, 37, 1003, 20_011)
 _ONE = torch.tensor(0.3)
-#: Of a parameter and its gradient: what becomes of instructions of a program.
+#: Functions of a parameter and its gradient that become instructions of a program.
 ELEMENTWISE = {
     "copy": lambda p, g: g.clone(),
     "neg": lambda p, g: -g,
@@ -99,7 +99,7 @@ def _parts(p, g):
     return p
 
 
-#: Of matrices: what PyTorch's operators do.
+#: Functions of matrices, by PyTorch's operators.
 OTHERS = {
     "sgn": lambda p, g: torch.sgn(g),
     "clamp tensors": lambda p, g: g.clamp(-p.abs(), p.abs()),
@@ -246,7 +246,7 @@ SCALARS = torch.linspace(0.5, 2, len(LIST_SIZES))
 
 
 def _operands(kind, name):
-    """What stands for an argument: of the lists of parameters and gradients."""
+    """Values for an argument, as functions of the lists of parameters and gradients."""
     if kind == "number":
         return {k: lambda p, g, x=x: x for k, x in NUMBERS.items()}
     if kind == "List[number]":
