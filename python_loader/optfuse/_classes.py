@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
-from optfuse import _step
+from optfuse import _process, _step
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._gpu import is_gpu
@@ -26,13 +26,15 @@ from optfuse._own_step.register import check_promise
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.untouched import says_what_ran
 from optfuse._own_step.updates import running
+from optfuse._patches import raw_memory
+from optfuse._recorded import record
 from optfuse._refuse import check_group, check_params
-from optfuse._rules import AnyRule, Group, Rule
+from optfuse._rules import AnyRule, Group, RecordedRule, Rule
 from optfuse._scheduler import rewrap
 from optfuse._traced.rule import TracedRule
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
 from optfuse._updaters.choice import updater_class, updater_of
-from optfuse._updaters.recorded import Recorded, RecordedRule
+from optfuse._updaters.recorded import Recorded
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -82,6 +84,8 @@ class _Fused:
         link.stock.load_state_dict(optimizer, state_dict)
         if link.rule.as_made and link.rule.counts_on_gpu:
             _look_at_counters(optimizer, link)
+        if not is_fused(optimizer):
+            return
         delayed = link_of(optimizer).delayed
         if delayed is not None:
             delayed.load(late)
@@ -107,7 +111,9 @@ class _Fused:
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
-        become_fused(twin, options, _rule_of_copy(twin, link))
+        fuse_by(_rule_of_copy(twin, link), twin, options)
+        if not is_fused(twin):
+            return twin
         link_of(twin).ledger.watch_as(link.ledger, twin)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
@@ -173,7 +179,7 @@ def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
     state = optimizer.__dict__["state"]
     if other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
         become_stock(optimizer)
-        become_fused(optimizer, link.options, rule_of(optimizer))
+        fuse_by(rule_of(optimizer), optimizer, link.options)
 
 
 class _FusedOwn(_Fused):
@@ -216,8 +222,8 @@ def _recorded_of(link: Link) -> Recorded:
     return updater
 
 
-def _methods_for(rule: Rule) -> type:
-    if isinstance(rule, RecordedRule):
+def _methods_for(rule: Rule, mode: int) -> type:
+    if isinstance(rule, RecordedRule) and mode == BACKWARD:
         return _FusedRecorded
     return _FusedOwn if rule.external else _Fused
 
@@ -264,13 +270,23 @@ def _fuse_small(small: Optimizer, rule: Rule) -> Optimizer:
     return become_fused(small, Options(), rule)
 
 
+def fuse_by(rule: Rule, optimizer: OptimizerT, options: Options) -> OptimizerT:
+    """In the way of the rule."""
+    if isinstance(rule, RecordedRule) and options.mode == FORWARD and not options.delays:
+        return record(optimizer, options, rule.because)
+    _process.start()
+    if isinstance(rule, RecordedRule):
+        raw_memory.watch_recorded()
+    return become_fused(optimizer, options, rule)
+
+
 def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> OptimizerT:
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
     if options.delays:
         link.delayed = delayed_updates.Delayed(link, optimizer, options)
     optimizer.__dict__[LINK] = link
-    optimizer.__class__ = fused_class(stock, _methods_for(rule))  # type: ignore[assignment, arg-type]
+    optimizer.__class__ = fused_class(stock, _methods_for(rule, options.mode))  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().

@@ -196,7 +196,7 @@ def _of_own_step(optimizer: Optimizer, params: list[Tensor]) -> Summary:
         traced=step.described() if step else "",
         products_because=(),
         isa={},
-        eager=len(step.eager) if step else 0,
+        eager=len(step.options.eager) if step else 0,
         delayed=0,
         delay_bytes=0,
         compiled=False,

@@ -6,11 +6,11 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from optfuse._own_step.register import is_registered
-from optfuse._rules import RULES, Rule
+from optfuse._rules import RULES, RecordedRule, Rule
 from optfuse._traced.rule import TracedRule
 from optfuse._updaters.kernels import Kernels
 from optfuse._updaters.own_step import OwnStep
-from optfuse._updaters.recorded import Recorded, RecordedRule
+from optfuse._updaters.recorded import Recorded
 from optfuse._updaters.traced import Traced
 from optfuse._updaters.updater import Updater
 
