@@ -22,18 +22,14 @@ from optfuse._layers.delay import delayed_updates
 from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard, lib
 from optfuse._link import Link, link_of
 from optfuse._options import LINK, MADE, Options, is_fused
-from optfuse._own_step.register import check_promise
-from optfuse._own_step.settings import Promise
-from optfuse._own_step.untouched import says_what_ran
 from optfuse._own_step.updates import running
 from optfuse._patches import raw_memory
 from optfuse._recorded import record
 from optfuse._refuse import check_group, check_params
 from optfuse._rules import AnyRule, Group, RecordedRule, Rule
 from optfuse._scheduler import rewrap
-from optfuse._traced.rule import TracedRule
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
-from optfuse._updaters.choice import updater_class, updater_of
+from optfuse._updaters.choice import updater_of
 from optfuse._updaters.recorded import Recorded
 
 _AMP = "_step_supports_amp_scaling"
@@ -47,7 +43,6 @@ class _Fused:
     step = _step.step
     zero_grad = _step.zero_grad
 
-    @says_what_ran()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link_of(optimizer).stock.add_param_group(optimizer, param_group)
@@ -57,10 +52,6 @@ class _Fused:
             check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.rule.external:
-                link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
-            if isinstance(link.rule, TracedRule):
-                link.ledger.take_promise(optimizer, _try_again(optimizer, link))
             link.ledger.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
@@ -114,7 +105,6 @@ class _Fused:
         fuse_by(_rule_of_copy(twin, link), twin, options)
         if not is_fused(twin):
             return twin
-        link_of(twin).ledger.watch_as(link.ledger, twin)
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
@@ -128,23 +118,10 @@ def _state_of(optimizer: Any) -> Any:
     return found
 
 
-def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
-    """With a group that was added. The changes that the class makes beside updating."""
-    link.flush()  # the trial copies state
-    twin = link.stock.__new__(link.stock)
-    hidden = (LINK, _AMP)
-    twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in hidden}
-    rule = tried_rule(twin, link.mode == BACKWARD)
-    return updater_class(rule).promised(twin, link.stock, rule)
-
-
 def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
-    """Options may have become others since the original was fused; of a traced class they are in
-    each step's programs."""
+    """Options may have become others since the original was fused."""
     if isinstance(link.rule, RecordedRule):
         return link.rule
-    if isinstance(link.rule, TracedRule):
-        return replace(link.rule, promise=link.ledger.updater.promise)
     try_with_stock(link.stock, twin.param_groups, _fuse_small)
     return rule_of(twin)
 

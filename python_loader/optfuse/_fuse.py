@@ -41,9 +41,8 @@ from optfuse._options import (
     owner_of,
     products_asked,
 )
-from optfuse._own_step.untouched import says_what_ran
 from optfuse._recorded import has_no_kernels, is_asked, unfuse_recorded
-from optfuse._refuse import check_class, check_eager, check_group, check_params
+from optfuse._refuse import check_eager, check_group, check_params
 from optfuse._rules import RECORDED, RULES, RecordedRule, Rule
 from optfuse._scheduler import check_step
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
@@ -121,23 +120,20 @@ def fuse(
         wanted = replace(wanted, products=products or products_asked())
     if has_no_kernels(optimizer, mode):
         return _fuse_recorded(optimizer, mode, wanted, RECORDED)
-    check_class(optimizer)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
     options = replace(wanted, strict=strict)
     _process.start()
-    with says_what_ran():
-        rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
-        if isinstance(rule, RecordedRule):
-            return _fuse_recorded(optimizer, mode, options, rule)
-        for index, group in enumerate(optimizer.param_groups):
-            check_group(rule, group, index, strict)
-        differ = _try_on_gpus(rule, optimizer, strict)
-        if mode.ddp is not None:
-            options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
-        become_fused(optimizer, options, rule)
+    rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
+    if isinstance(rule, RecordedRule):
+        return _fuse_recorded(optimizer, mode, options, rule)
+    for index, group in enumerate(optimizer.param_groups):
+        check_group(rule, group, index, strict)
+    differ = _try_on_gpus(rule, optimizer, strict)
+    if mode.ddp is not None:
+        options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
+    become_fused(optimizer, options, rule)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
-    link_of(optimizer).ledger.watch(optimizer)
     return optimizer
 
 
