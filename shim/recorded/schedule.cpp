@@ -17,7 +17,7 @@
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
 #include "tensor/references.h"
-#include "traced/programs.h"
+#include "programs.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -318,17 +318,8 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
     for (of_instruction &q : code)
         for (unsigned char *const at : {&q.to, &q.a, &q.b, &q.c})
             *at = places[*at];
-    of_program core = {code.data(), code.size(), 0, 0, false};
-    if (of_program_check(&core) != nullptr)
-        return nullptr;
-    code.resize(of_program_fuse(code.data(), code.size()));
-    core.n = code.size();
-    if (before && is_same(before->core, core))
-        return before;
-    const auto made = std::make_shared<Program>();
-    made->code = std::move(code);
-    made->core = {made->code.data(), made->code.size(), core.reads, core.writes, false};
-    return made;
+    const std::shared_ptr<const Program> made = make_program(std::move(code));
+    return made && before && is_same(before->core, made->core) ? before : made;
 }
 
 void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values, Tape *tape) {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -23,7 +22,6 @@ from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._own_step.noted import Noted
 from optfuse._own_step.twin import own_attributes, shared_state
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
-from optfuse._rules import ROWS, AnyRule
 from optfuse._shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
@@ -63,14 +61,6 @@ def _count_references() -> tuple[int, int]:
 _ALONE, _IN_A_LIST = _count_references()
 
 
-@dataclass(frozen=True)
-class RecordedRule(AnyRule):
-    """That of a class whose step() is recorded."""
-
-
-RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
-
-
 class Recorded(Updater):
     """By the class's own step(), once for all parameters."""
 
@@ -84,6 +74,7 @@ class Recorded(Updater):
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # of step(), while it runs
         self._result: Any = None
         self._complained = False
+        self._records = of_plan.options.recorded
         self.passes_ahead = 0  # backward passes at whose first gradient step() has run
 
     def why_left(self) -> str:
@@ -92,6 +83,8 @@ class Recorded(Updater):
         return why
 
     def described(self) -> str:
+        if not self._records:
+            return "its step() is called as it is"
         why = self.why_left()
         left = f"; now backward() leaves all to it, since it {why}" if why else ""
         times = "once" if self.passes_ahead == 1 else f"{self.passes_ahead} times"
@@ -149,7 +142,7 @@ class Recorded(Updater):
         args, kwargs = self._call or ((), {})
         step, args = self._stock.step, (optimizer, *args)
         with _as_stock(optimizer, self._stock):
-            if addresses_are_noted():  # which tensors without numbers don't have
+            if not self._records or addresses_are_noted():  # which tensors without numbers lack
                 self._result = step(*args, **kwargs)
                 torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
                 return
