@@ -149,14 +149,3 @@ def who_waits_for_an_update_in_python_lets_python_run():
         raise AssertionError("both threads wait for each other")
     if status != 0:
         raise RuntimeError(f"the process ended with {status}")
-
-
-@guards("late_values")
-def a_rate_written_through_data_after_backward_is_not_ignored():
-    optfuse.register(Tensors)
-    model = net()
-    rate = torch.tensor(0.1)
-    optimizer = optfuse.fuse(Tensors(model.parameters(), lr=rate), mode="backward")
-    loss_of(model, 0).backward()
-    rate.data.mul_(0.5)
-    must_raise(optimizer.step, "step() with another learning rate than backward used")

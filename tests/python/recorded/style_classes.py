@@ -802,3 +802,11 @@ marks("ById", lambda self, p: id(p) in self.ids, note_ids)
 marks("ByTextOfId", lambda self, p: f"{id(p)}" in self.texts, note_ids)
 marks("ByKey", lambda self, p: p in self.names, note_ids)
 marks("ByKind", lambda self, p: p.is_leaf and p.requires_grad and p.ndim == 2)
+
+
+#: Classes that make their state where the parameters are, for tests on other devices.
+ON_ANY_DEVICE = [
+    *(AdaBelief, SignOfAverage, WritesGradient, TensorCounter, Replaces, Signs, EveryFifth),
+    *(ByShape, Foreach, ManyStates, Cocob, Rare, TrustRatio, Centered, ByViews, Doubles, Copies),
+    *(GroupCounter, TrainsAndEvaluates, CounterOfAll, NumberOfAll),
+]
