@@ -70,8 +70,6 @@ OUT_OF_REACH = {
         "programs with it off have raised for other reasons so far; its scenario shows it",
     ),
     "groups": "step() refuses late changes of groups by themselves; its scenario shows it",
-    "elements": "it is about traced classes; programs have those of torch.optim",
-    "looks": "it is about traced and registered classes",
     **dict.fromkeys(
         ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"
     ),
@@ -85,7 +83,6 @@ OUT_OF_REACH = {
     "interrupts": "programs are not interrupted; tests/python/process/test_interrupts.py does that",
     "gil": "it prevents a deadlock of two threads; a program has one at a time",
     "independent": "it is about classes; programs have those of torch.optim",
-    "traced_bits": "it is about classes; programs have those of torch.optim",
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
     "reach": "it is about registered classes; programs have those of torch.optim",
