@@ -15,21 +15,13 @@ from legal import legal, net, races_without, settle, train
 from own_classes import Tensors
 from programs import describe, draw, mended, run
 from recorded_classes import KINDS, Base
+from style_classes import ON_ANY_DEVICE
 from test_captures import captured
 from test_gpu_moves import moved
 from test_gpu_traced import FORMULAS, SIZES, EachGroup
-from test_traced_operators import special
+from test_operators import special
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from traced_classes import (
-    TRACEABLE,
-    ByViews,
-    Centered,
-    Doubles,
-    Factored,
-    Sorts,
-    TrustRatio,
-)
 
 import optfuse
 from optfuse import _recorded
@@ -310,8 +302,7 @@ def of_a_model(make, steps=5):
 
 @pytest.mark.parametrize(
     "make",
-    [*TRACEABLE, ByViews, Centered, Doubles, Factored, Sorts, TrustRatio, Tensors]
-    + [torch.optim.Adafactor],
+    [*ON_ANY_DEVICE, Tensors] + [torch.optim.Adafactor],
     ids=lambda cls: cls.__name__,
 )
 def test_classes_that_are_traced_and_that_are_not(make):

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from bits import different
 from harness import On
-from test_traced_foreach import NAMED
-from test_traced_operators import OPERATORS, POWERS, special
+from style_classes import Base
+from test_operators import CALLS, ELEMENTWISE, special
 from torch import Tensor
 from traced import in_each_dtype
-from traced_classes import Base
 
 import optfuse
 from optfuse._link import link_of
@@ -24,8 +23,8 @@ def _of_lists(formula: Any) -> Any:
 
 
 #: By name, of a parameter and its gradient.
-LISTS = {name: _of_lists(formula) for name, formula in NAMED[1:]}
-FORMULAS: dict[str, Any] = {**OPERATORS, **POWERS, **LISTS}
+LISTS = {name: _of_lists(formula) for name, formula in CALLS}
+FORMULAS: dict[str, Any] = {**ELEMENTWISE, **LISTS}
 NAMES = ["", *FORMULAS]  # by numbers, none of them 0
 SIZES = (1, 37, 20_011)
 TOGETHER = 16  # formulas of an optimizer: each has a trial

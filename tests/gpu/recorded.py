@@ -12,16 +12,16 @@ from harness import On
 from own_rules import VECTORS, parameters, recorded
 from program_operators import FORMULAS, LISTS, operands
 from recorded_classes import KINDS, Base
+from style_classes import ON_ANY_DEVICE
 from torch import Tensor
 from traced import in_each_dtype
-from traced_classes import TRACEABLE
 
 import optfuse
 from optfuse import _recorded
 
 # NumPy takes no tensor on a GPU; and one whose state are lists.
 LEFT_OUT = ("Looks", "Addresses", "KeepsAnAddress", "Gathers")
-CLASSES = [*TRACEABLE, *(cls for name, cls in KINDS.items() if name not in LEFT_OUT)]
+CLASSES = [*ON_ANY_DEVICE, *(cls for name, cls in KINDS.items() if name not in LEFT_OUT)]
 STEPS, LOOK_EVERY = 12, 4
 
 
