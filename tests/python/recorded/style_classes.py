@@ -5,7 +5,6 @@ options and with the parameters themselves."""
 import copy
 import itertools
 import math
-import random
 from collections import deque
 
 import torch
@@ -205,23 +204,6 @@ class ManyStates(Base):
 
 
 @style
-class Cocob(Base):
-    def update(self, p, grad, state, group):
-        if not state:
-            for name in ("gradients", "reward", "theta", "initial"):
-                state[name] = torch.zeros_like(p)
-            state["largest"] = torch.full_like(p, 1e-8)
-            state["initial"].copy_(p)
-        largest = torch.maximum(state["largest"], grad.abs())
-        state["gradients"].add_(grad.abs())
-        state["reward"].add_(grad * (p - state["initial"])).clamp_(min=0)
-        state["theta"].sub_(grad)
-        scale = largest * torch.maximum(state["gradients"] + largest, 100 * largest)
-        p.copy_(state["initial"] + state["theta"] / scale * (largest + state["reward"]))
-        state["largest"] = largest
-
-
-@style
 class Chooses(Base):
     """Masks in all ways that PyTorch has."""
 
@@ -234,20 +216,6 @@ class Chooses(Base):
         p.add_(ordered * (grad >= 0.1), alpha=0.1).add_(p.eq(masked).to(p.dtype))
         p.sub_(torch.where(p != 0, 0.1, p)).mul_(torch.where(p < 0, p, 1.0))
         p.copy_(torch.logical_not(agree).to(p.dtype) + p)
-
-
-@style
-class Rare(Base):
-    """Elementwise, by operators that programs have not."""
-
-    def update(self, p, grad, state, group):
-        if not state:
-            state["last"] = torch.zeros_like(p)
-        friction = torch.sigmoid((state["last"] - grad).abs())
-        state["last"].copy_(grad)
-        large = grad.abs() > 0.5
-        tame = torch.where(large & ~torch.isfinite(grad), 0.0, torch.nan_to_num(grad))
-        p.addcmul_(tame.masked_fill(large, 0.25), friction.pow(0.25), value=-group["lr"])
 
 
 # ---- norms, means, views, other dtypes, other shapes of state
@@ -386,15 +354,6 @@ class OtherDtypes(Base):
 
 
 @style
-class Doubles(Base):
-    """Computes with more bits than parameters have."""
-
-    def update(self, p, grad, state, group):
-        wide = grad.double().mul_(0.5).add_(p.double())
-        p.copy_(p.double() - group["lr"] * wide / (1 + wide.abs().sum()))
-
-
-@style
 class Copies(Base):
     def update(self, p, grad, state, group):
         before = copy.deepcopy(p.data)
@@ -422,31 +381,6 @@ class Lamb(Base):
         size, length = p.norm(), update.norm()
         ratio = 1 if size == 0 or length == 0 else size / length
         p.add_(update, alpha=-group["lr"] / math.sqrt(state["step"]) * ratio)
-
-
-@style
-class Projects(Base):
-    """As AdamP: for each of two views the update is projected if it is nearly the gradient."""
-
-    def update(self, p, grad, state, group):
-        if "average" not in state:
-            state["average"] = torch.zeros_like(p)
-        state["average"].mul_(0.9).add_(grad, alpha=0.1)
-        update, ratio = state["average"] / (grad.abs() + 1), 1.0
-        if p.dim() > 1:
-            update, ratio = self.projected(p, grad, update)
-        p.mul_(1 - group["lr"] * group["weight_decay"] * ratio)
-        p.add_(update, alpha=-group["lr"])
-
-    def projected(self, p, grad, update):
-        for rows in (p.shape[0], 1):
-            a, b, c = (x.reshape(rows, -1) for x in (p, grad, update))
-            cosine = torch.nn.functional.cosine_similarity(a, b, dim=1).abs()
-            if cosine.max() < 4.0 / math.sqrt(a.shape[1]) / rows:
-                unit = a / a.norm(dim=1, keepdim=True).add(1e-8)
-                c = c - unit * (unit * c).sum(dim=1, keepdim=True)
-                return c.view(p.shape), 0.1
-        return update, 1.0
 
 
 @style
@@ -479,16 +413,6 @@ class EndsAtLarge(Base):
                 while (p.grad.abs() > 0.1).any():
                     p.grad.mul_(0.5)
                 p.add_(p.grad, alpha=-group["lr"])
-
-
-@style
-class CatchesErrors(Base):
-    def update(self, p, grad, state, group):
-        try:
-            largest = max(1.0, grad.abs().max().item())
-        except RuntimeError:  # of no elements
-            largest = 1.0
-        p.add_(grad, alpha=-group["lr"] / largest)
 
 
 # ---- what is kept, and where
@@ -622,39 +546,6 @@ class Queue(Base):
 
 
 @style
-class Exchanges(Base):
-    """An entry gets the tensor of another one, and one that goes away."""
-
-    def update(self, p, grad, state, group):
-        if not state:
-            state.update(m=torch.zeros_like(p), v=torch.ones_like(p))
-        state["m"].lerp_(grad, 0.25)
-        state["m"], state["v"] = state["v"], state["m"]
-        state.pop("last", None) if "last" in state else state.update(last=grad * 2)
-        p.sub_(state["v"], alpha=group["lr"])
-
-
-@style
-class KeepsGradient(Base):
-    last = None
-
-    def update(self, p, grad, state, group):
-        if self.last is not None and self.last.shape == p.shape:
-            p.add_(self.last, alpha=-1e-3)
-        self.last = grad
-        p.add_(grad, alpha=-group["lr"])
-
-
-@style
-class NewGradient(Base):
-    """Sets one, and takes another one away."""
-
-    def update(self, p, grad, state, group):
-        p.add_(grad, alpha=-group["lr"])
-        p.grad = grad * 2 if p.dim() > 1 else None
-
-
-@style
 class Written(Base):
     """Writes into a list, a dict, a tensor and an object that others hold, one of them twice."""
 
@@ -763,14 +654,6 @@ class CouplesAtTimes(Base):
             p.sub_(p.grad / norm, alpha=0.01)
 
 
-@style
-class Noise(Base):
-    """Random numbers of PyTorch, and of Python."""
-
-    def update(self, p, grad, state, group):
-        p.add_(grad + 0.01 * torch.randn_like(grad), alpha=-group["lr"] * random.random())
-
-
 # ---- what a parameter is
 
 
@@ -807,6 +690,6 @@ marks("ByKind", lambda self, p: p.is_leaf and p.requires_grad and p.ndim == 2)
 #: Classes that make their state where the parameters are, for tests on other devices.
 ON_ANY_DEVICE = [
     *(AdaBelief, SignOfAverage, WritesGradient, TensorCounter, Replaces, Signs, EveryFifth),
-    *(ByShape, Foreach, ManyStates, Cocob, Rare, TrustRatio, Centered, ByViews, Doubles, Copies),
+    *(ByShape, Foreach, ManyStates, TrustRatio, Centered, ByViews, Copies),
     *(GroupCounter, TrainsAndEvaluates, CounterOfAll, NumberOfAll),
 ]

@@ -16,16 +16,11 @@ from optfuse._options import LINK, RECORDED
 
 #: In backward mode left to step(), and why; the others are updated in backward().
 LEFT = dict.fromkeys(
-    ("Signs", "Chooses", "Lamb", "Projects", "CountsLarge", "EndsAtLarge", "CatchesErrors"),
-    "looks at numbers",
+    ("Signs", "Chooses", "Lamb", "CountsLarge", "EndsAtLarge", "SumOfAll"), "looks at numbers"
 )
 LEFT |= {
     "Copies": "takes the address of a tensor",
-    "SumOfAll": "looks at numbers",
-    "KeepsGradient": "keeps a gradient",
-    "NewGradient": "sets .grad",
     "MeanWeight": "combines several parameters",
-    "Noise": "draws random numbers",
 }
 #: Does what it did not do in the steps before, when it has run ahead.
 RAISES = "CouplesAtTimes"
