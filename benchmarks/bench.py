@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import any_optimizer
 import compare
 import convergence
 import delay
@@ -33,7 +34,6 @@ import reorder
 import small
 import survey
 import torch
-import traced
 import trips
 from cells import MODELS, OPTIMIZERS
 from data import handwritten
@@ -53,7 +53,7 @@ SECTIONS = {
     "trips": trips.section,
     "promises": promised_gradients.section,
     "survey": survey.section,
-    "traced": traced.section,
+    "recorded": any_optimizer.section,
     "distributed": distributed.section,
     "reorder": reorder.section,
     "kfac": kfac.section,
@@ -68,7 +68,7 @@ USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kern
 SMOKE = ("cells", "memory", "kernels")
 OF_ANY_OPTIMIZER = (
     "survey",
-    "traced",
+    "recorded",
     "trips",
     "promises",
     "kernels",
@@ -91,7 +91,7 @@ HELP = """sections:
   trips    Python functions that an iteration enters, and its calls of the library
   promises thin linear layers whose gradients are promises, under two policies of memory
   survey   optimizers of other packages, recorded: equal to stock, and where; see --packages
-  traced   step() of ten classes of another package, by itself and traced; see --packages
+  recorded step() of ten classes of another package, by itself and recorded; see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
   reorder  the same, with weight gradients in another order
   kfac     K-FAC: its messages behind a slow link, the paper's schemes, what steps cost

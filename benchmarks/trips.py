@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from any_optimizer import Plain
 from figures import columns, title
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from traced import Plain
 
 import optfuse
 from optfuse._library.bindings import lib, lib_with_gil
@@ -102,8 +102,8 @@ def behind(kind: Callable[..., Any]) -> tuple[nn.Module, Optimizer]:
 CASES: dict[str, Callable[[], tuple[nn.Module, Optimizer]]] = {
     "forward": functools.partial(alone, AdamW, "forward", fused=True),
     "backward": functools.partial(alone, AdamW, "backward", fused=True),
-    "forward, traced": functools.partial(alone, Plain, "forward"),
-    "backward, traced": functools.partial(alone, Plain, "backward"),
+    "forward, recorded": functools.partial(alone, Plain, "forward"),
+    "backward, recorded": functools.partial(alone, Plain, "backward"),
     "backward, DDP": functools.partial(behind, optfuse.Backward),
     "forward, DDP awaited": functools.partial(behind, optfuse.Forward),
 }

@@ -23,7 +23,7 @@
 #include "promises/layer.h"
 #include "shim.h"
 #include "tensor/overlap.h"
-#include "traced/programs.h"
+#include "programs.h"
 
 namespace optfuse {
 
@@ -101,19 +101,7 @@ struct Slot : UsualSlot {
     Slot &operator=(const Slot &) = delete;
 };
 
-inline bool has_parts(const Slot *slot) { return slot->program && slot->program->has_parts(); }
-
 inline bool runs_lines(const Slot *slot) { return slot->program && slot->program->is_of_lines; }
-
-// The form of a state tensor that is not as its parameter; else null.
-inline const Form *form_of(const Slot *slot, size_t i) {
-    return slot->program && slot->program->forms[i] ? &*slot->program->forms[i] : nullptr;
-}
-
-inline bool has_own_shape(const Slot *slot, size_t i) {
-    const Form *form = form_of(slot, i);
-    return form != nullptr && !form->is_of_param;
-}
 
 inline bool writes_gradient(const Slot *slot) {
     return slot->program && slot->program->writes_gradient();
@@ -151,13 +139,8 @@ struct Plan {
     // While updates of a launch are settled: may_take_marks_off(). The core's lock.
     bool takes_marks_off = false;
     DeviceScalars scalars;
-    // Rules that run programs: what kinds() has found last (traced/operators.cpp), and the slots of
-    // each cohort, whose parameters are alike.
-    std::vector<int64_t> kinds;
-    std::vector<std::vector<int64_t>> cohorts;
     std::shared_ptr<recorded::Ahead> ahead; // backward mode, of a class whose step() is recorded
-    // In backward mode: all updates of this pass are left to step(), since a program has counters in
-    // it that another optimizer may advance first, or since the class takes this step by itself.
+    // In backward mode: all updates of this pass are left to step(), which the class takes by itself.
     std::atomic<bool> is_left{false};
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     // By storage, if this step() has asked for it (overlap.h). With `alone`.

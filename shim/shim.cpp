@@ -30,7 +30,6 @@
 #include "tensor/host.h"
 #include "tensor/memory.h"
 #include "tensor/threads.h"
-#include "traced/programs.h"
 
 using optfuse::plan_of;
 
@@ -174,7 +173,6 @@ int of_shim_clear(of_shim_plan *handle) {
         return OF_REFUSED;
     optfuse::Plan *plan = plan_of(handle);
     plan->slots.clear();
-    plan->cohorts.clear();
     of_plan_clear(plan->core);
     return OF_OK;
 }
@@ -354,8 +352,6 @@ size_t of_shim_sharing_state(of_shim_plan *handle, size_t *slots, size_t capacit
     for (const optfuse::Slot *slot : plan->slots)
         if (n < capacity && optfuse::shares_state(*slot))
             slots[n++] = slot->index;
-    if (plan->rule->runs_programs)
-        plan->is_left = n > 0 && OF_GUARD(shared_state);
     return n;
 }
 

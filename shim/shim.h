@@ -82,10 +82,9 @@ enum of_shim_trait {
     OF_SHIM_ASKS = 1,            /* the loader begins and ends each step: there are no kernels, or
                                     parameters are sharded */
     OF_SHIM_COUNTS_TOGETHER = 2, /* a step advances the counters of all parameters at once */
-    OF_SHIM_HAS_NO_OPTIONS = 4,  /* updates don't read the numbers of groups */
-    OF_SHIM_READS_SCALE = 8,     /* they read grad_scale and found_inf of the optimizer */
-    OF_SHIM_COUNTS_PASSES = 16,  /* of_plan_options.passes is not 1 */
-    OF_SHIM_IS_SHARDED = 32      /* there are DTensors among the parameters */
+    OF_SHIM_READS_SCALE = 4,     /* updates read grad_scale and found_inf of the optimizer */
+    OF_SHIM_COUNTS_PASSES = 8,   /* of_plan_options.passes is not 1 */
+    OF_SHIM_IS_SHARDED = 16      /* there are DTensors among the parameters */
 };
 enum { OF_SHIM_LEFT = -1 }; /* nothing was done: that is left to the optimizer's class */
 
@@ -108,11 +107,6 @@ OF_API void of_shim_ledger_know_state(of_shim_plan *plan, void *optimizer, bool 
 /* An update has made an entry of the state, or run through it. is_new: the state had none. */
 OF_API void of_shim_ledger_note_entry(of_shim_plan *plan, size_t slot, bool is_new);
 
-/* Whether the operator kinds() would find for a traced optimizer what it found last. */
-OF_API bool of_shim_same_kinds(of_shim_plan *plan, bool whole, bool by_shape);
-/* Whether every parameter of a cohort (set_program()) has a gradient. False also of DTensors. */
-OF_API bool of_shim_have_gradients(of_shim_plan *plan, size_t cohort);
-
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
 
@@ -126,8 +120,7 @@ OF_API int of_shim_flush(of_shim_plan *plan, bool drain, bool *cleaned);
 OF_API int of_shim_await(int64_t group);
 OF_API bool of_shim_unconfirmed(of_shim_plan *plan);
 /* Puts the slots whose state others hold, too (shares_state()), at `slots`; returns how many, at
- * most `capacity`. Backward mode, of a rule that runs programs: if there are some, the updates of
- * the pass that begins are left to step(). */
+ * most `capacity`. */
 OF_API size_t of_shim_sharing_state(of_shim_plan *plan, size_t *slots, size_t capacity);
 /* of_plan_is_updated(). */
 OF_API bool of_shim_is_updated(of_shim_plan *plan, size_t slot);

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
-from optfuse import _step
+from optfuse import _process, _step
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._gpu import is_gpu
@@ -22,17 +22,15 @@ from optfuse._layers.delay import delayed_updates
 from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard, lib
 from optfuse._link import Link, link_of
 from optfuse._options import LINK, MADE, Options, is_fused
-from optfuse._own_step.register import check_promise
-from optfuse._own_step.settings import Promise
-from optfuse._own_step.untouched import says_what_ran
 from optfuse._own_step.updates import running
+from optfuse._patches import raw_memory
+from optfuse._recorded import record
 from optfuse._refuse import check_group, check_params
-from optfuse._rules import AnyRule, Group, Rule
+from optfuse._rules import AnyRule, Group, RecordedRule, Rule
 from optfuse._scheduler import rewrap
-from optfuse._traced.rule import TracedRule
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
-from optfuse._updaters.choice import updater_class, updater_of
-from optfuse._updaters.recorded import Recorded, RecordedRule
+from optfuse._updaters.choice import updater_of
+from optfuse._updaters.recorded import Recorded
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -45,7 +43,6 @@ class _Fused:
     step = _step.step
     zero_grad = _step.zero_grad
 
-    @says_what_ran()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link_of(optimizer).stock.add_param_group(optimizer, param_group)
@@ -55,10 +52,6 @@ class _Fused:
             check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            if link.rule.external:
-                link.ledger.take_promise(optimizer, check_promise(optimizer, link.stock))
-            if isinstance(link.rule, TracedRule):
-                link.ledger.take_promise(optimizer, _try_again(optimizer, link))
             link.ledger.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
@@ -82,6 +75,8 @@ class _Fused:
         link.stock.load_state_dict(optimizer, state_dict)
         if link.rule.as_made and link.rule.counts_on_gpu:
             _look_at_counters(optimizer, link)
+        if not is_fused(optimizer):
+            return
         delayed = link_of(optimizer).delayed
         if delayed is not None:
             delayed.load(late)
@@ -107,8 +102,9 @@ class _Fused:
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
         delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
-        become_fused(twin, options, _rule_of_copy(twin, link))
-        link_of(twin).ledger.watch_as(link.ledger, twin)
+        fuse_by(_rule_of_copy(twin, link), twin, options)
+        if not is_fused(twin):
+            return twin
         if link.delayed is not None:
             link_of(twin).delayed.load(link.delayed.state(self))  # type: ignore[union-attr, arg-type]
         return twin
@@ -122,23 +118,10 @@ def _state_of(optimizer: Any) -> Any:
     return found
 
 
-def _try_again(optimizer: Optimizer, link: Link) -> Promise | None:
-    """With a group that was added. The changes that the class makes beside updating."""
-    link.flush()  # the trial copies state
-    twin = link.stock.__new__(link.stock)
-    hidden = (LINK, _AMP)
-    twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in hidden}
-    rule = tried_rule(twin, link.mode == BACKWARD)
-    return updater_class(rule).promised(twin, link.stock, rule)
-
-
 def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
-    """Options may have become others since the original was fused; of a traced class they are in
-    each step's programs."""
+    """Options may have become others since the original was fused."""
     if isinstance(link.rule, RecordedRule):
         return link.rule
-    if isinstance(link.rule, TracedRule):
-        return replace(link.rule, promise=link.ledger.updater.promise)
     try_with_stock(link.stock, twin.param_groups, _fuse_small)
     return rule_of(twin)
 
@@ -173,7 +156,7 @@ def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
     state = optimizer.__dict__["state"]
     if other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
         become_stock(optimizer)
-        become_fused(optimizer, link.options, rule_of(optimizer))
+        fuse_by(rule_of(optimizer), optimizer, link.options)
 
 
 class _FusedOwn(_Fused):
@@ -216,8 +199,8 @@ def _recorded_of(link: Link) -> Recorded:
     return updater
 
 
-def _methods_for(rule: Rule) -> type:
-    if isinstance(rule, RecordedRule):
+def _methods_for(rule: Rule, mode: int) -> type:
+    if isinstance(rule, RecordedRule) and mode == BACKWARD:
         return _FusedRecorded
     return _FusedOwn if rule.external else _Fused
 
@@ -264,13 +247,23 @@ def _fuse_small(small: Optimizer, rule: Rule) -> Optimizer:
     return become_fused(small, Options(), rule)
 
 
+def fuse_by(rule: Rule, optimizer: OptimizerT, options: Options) -> OptimizerT:
+    """In the way of the rule."""
+    if isinstance(rule, RecordedRule) and options.mode == FORWARD and not options.delays:
+        return record(optimizer, options, rule.because)
+    _process.start()
+    if isinstance(rule, RecordedRule):
+        raw_memory.watch_recorded()
+    return become_fused(optimizer, options, rule)
+
+
 def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> OptimizerT:
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
     if options.delays:
         link.delayed = delayed_updates.Delayed(link, optimizer, options)
     optimizer.__dict__[LINK] = link
-    optimizer.__class__ = fused_class(stock, _methods_for(rule))  # type: ignore[assignment, arg-type]
+    optimizer.__class__ = fused_class(stock, _methods_for(rule, options.mode))  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().

@@ -23,7 +23,7 @@ from optfuse._arguments.check import (
 )
 from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
 from optfuse._arguments.wrappers import returns_the_wrapper
-from optfuse._classes import become_fused, become_stock, tried_rule
+from optfuse._classes import become_fused, become_stock, fuse_by, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
@@ -41,14 +41,11 @@ from optfuse._options import (
     owner_of,
     products_asked,
 )
-from optfuse._own_step.untouched import says_what_ran
-from optfuse._patches import raw_memory
-from optfuse._recorded import can_record, fuse_recorded, is_asked, unfuse_recorded
-from optfuse._refuse import check_class, check_eager, check_group, check_params
-from optfuse._rules import RULES, Rule
+from optfuse._recorded import has_no_kernels, is_asked, unfuse_recorded
+from optfuse._refuse import check_eager, check_group, check_params
+from optfuse._rules import RECORDED, RULES, RecordedRule, Rule
 from optfuse._scheduler import check_step
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
-from optfuse._updaters.recorded import RECORDED
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -77,9 +74,8 @@ def fuse(
 
     optimizer: of torch.optim or any other class, over dense parameters on the CPU or on NVIDIA
         GPUs, of dtype float32, float64, bfloat16 or float16. Where there are no kernels for it
-        its own step() is recorded, on the CPU over any parameters; on GPUs the update runs
-        torch's operators as the class's step() does, or that step() itself, on one parameter.
-        It may be in a wrapper of Accelerate or Lightning.
+        its own step() is recorded, in forward mode over any parameters. It may be in a wrapper
+        of Accelerate or Lightning.
     mode: optfuse.Forward(...), or "forward" for its defaults: updates run at the first use of
         what they change, usually in the next forward pass; any training loop works.
         optfuse.Backward(...), or "backward": inside backward(), and gradients are freed.
@@ -104,8 +100,8 @@ def fuse(
         environment says, OPTFUSE_PRODUCTS, or else "auto".
     recorded: an optimizer without kernels runs its own step(), whose operators are recorded: in
         forward mode they run together before step() returns, in backward mode those of a parameter
-        when its gradient is there (docs/any-optimizer.md). False: it is traced instead
-        (docs/traced.md). None: what the environment says, OPTFUSE_RECORDED, or else yes.
+        when its gradient is there (docs/any-optimizer.md). False: that step() is called as it is.
+        None: what the environment says, OPTFUSE_RECORDED=0, or else yes.
 
     Returns the same object, still an instance of its class. Raises
     optfuse.Error, with nothing changed, if it can't be fused. With
@@ -119,46 +115,37 @@ def fuse(
     give_up_unasked(optimizer)
     if is_fused(optimizer) or is_recorded(optimizer):
         raise Error("optfuse: this optimizer is already fused; call optfuse.unfuse() on it first")
-    if can_record(optimizer, mode) and is_asked(recorded):
-        return _fuse_recorded(optimizer, mode, eager, bucket_bytes, products)
-    check_class(optimizer)
+    wanted = replace(_options(optimizer, mode, eager, bucket_bytes), recorded=is_asked(recorded))
+    if not wanted.delays:
+        wanted = replace(wanted, products=products or products_asked())
+    if has_no_kernels(optimizer, mode):
+        return _fuse_recorded(optimizer, mode, wanted, RECORDED)
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
-    options = replace(_options(optimizer, mode, eager, bucket_bytes), strict=strict)
-    if not options.delays:
-        options = replace(options, products=products or products_asked())
+    options = replace(wanted, strict=strict)
     _process.start()
-    with says_what_ran():
-        rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
-        for index, group in enumerate(optimizer.param_groups):
-            check_group(rule, group, index, strict)
-        differ = _try_on_gpus(rule, optimizer, strict)
-        if mode.ddp is not None:
-            options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
-        become_fused(optimizer, options, rule)
+    rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
+    if isinstance(rule, RecordedRule):
+        return _fuse_recorded(optimizer, mode, options, rule)
+    for index, group in enumerate(optimizer.param_groups):
+        check_group(rule, group, index, strict)
+    differ = _try_on_gpus(rule, optimizer, strict)
+    if mode.ddp is not None:
+        options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
+    become_fused(optimizer, options, rule)
     link_of(optimizer).gpu_bits_differ = tuple(differ)
-    link_of(optimizer).ledger.watch(optimizer)
     return optimizer
 
 
 def _fuse_recorded(
-    optimizer: OptimizerT,
-    mode: Forward | Backward,
-    eager: Iterable[Tensor],
-    bucket_bytes: int,
-    products: str | None,
+    optimizer: OptimizerT, mode: Forward | Backward, options: Options, rule: RecordedRule
 ) -> OptimizerT:
     """None of the class's code runs."""
-    if isinstance(mode, Forward):
-        return fuse_recorded(optimizer, mode, eager)
-    check_params(optimizer.param_groups)
-    _process.start()
-    raw_memory.watch_recorded()
-    options = _options(optimizer, mode, eager, bucket_bytes)
-    options = replace(options, products=products or products_asked())
+    if isinstance(mode, Backward) or options.delays:
+        check_params(optimizer.param_groups)
     if mode.ddp is not None:
-        options = replace(options, reduction=reduction_of(mode.ddp, Reduction))
-    return become_fused(optimizer, options, RECORDED)
+        options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
+    return fuse_by(rule, optimizer, replace(options, fold=False))
 
 
 def _options(

@@ -5,6 +5,7 @@ where it finds other objects than before."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -97,5 +98,5 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, dict):
             yield from tensors_in(value.values())
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque):
             yield from tensors_in(value)

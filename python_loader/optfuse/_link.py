@@ -25,7 +25,6 @@ from optfuse._options import FORCED, LINK, OFF, Delayed, Options
 from optfuse._own_step import updates
 from optfuse._patches import compiled
 from optfuse._rules import Rule
-from optfuse._traced.updates import Traced
 from optfuse._updaters.choice import updater_class
 from optfuse._updaters.ledger import Ledger
 from optfuse._updaters.slots import params_of
@@ -90,11 +89,6 @@ class Link:
         params, is_ahead = self.ledger.slots.params, self.ledger.is_ahead
         confirmed = [p for slot, p in enumerate(params) if not is_ahead(slot)]
         consumed_gradients.drop([*confirmed, *map(local_of, confirmed)])
-
-    @property
-    def traced(self) -> Traced | None:
-        """The programs, if the class is traced."""
-        return self.ledger.updater.traced
 
     def slot_of(self, param: Tensor) -> int | None:
         return self.ledger.slots.number_of(param) if self._free.alive else None

@@ -94,3 +94,4 @@ class Options:
     delays: tuple[tuple[Tensor, int], ...] = ()  # of parameters whose updates arrive late
     weights: str = "stash"  # what dX sees of those
     products: str = "off"  # or AUTO or FORCED: gradients of linear layers may be promises
+    recorded: bool = True  # a class's own step(), which else is called as it is

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Optimizers of classes without kernels whose own step() is recorded (shim/recorded): step() runs
 once, on the optimizer itself, and the operators that it calls run together at its end.
-With OPTFUSE_RECORDED=0, or fuse(recorded=False), such classes are traced."""
+With OPTFUSE_RECORDED=0, or fuse(recorded=False), it is called as it is."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
-from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
@@ -24,14 +24,11 @@ from optfuse import _process, _shared_state
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.modes import Backward, Forward
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
-from optfuse._ddp.await_reduction import AwaitedLater
-from optfuse._ddp.reduction import check_model, reduction_of
 from optfuse._library.bindings import lib, lib_with_gil
-from optfuse._options import RECORDED
+from optfuse._options import RECORDED, Options
 from optfuse._own_step.register import is_registered
 from optfuse._patches import raw_memory
 from optfuse._patches.profiling import addresses_are_noted
-from optfuse._refuse import check_eager
 from optfuse._rules import RULES
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -53,15 +50,13 @@ class Step:
 
     unasked: Callable[[], None] | None = None  # run fused it: whom to tell
 
-    def __init__(
-        self, optimizer: Optimizer, max_grad_norm: float | None, eager: Iterable[Tensor]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, options: Options, because: tuple[str, ...]) -> None:
         self.before = optimizer.__dict__.get(_STEP)  # a scheduler's, which counts calls
         functools.update_wrapper(self, self.before or type(optimizer).step)
         self.owner = weakref.ref(optimizer)
-        self.max_grad_norm, self.eager = max_grad_norm, tuple(eager)
+        self.options, self.because = options, because
         self.counts = (ctypes.c_int64 * len(_COUNTS))()  # of the last one
-        self.records = True
+        self.is_fused = True
         self.alone = threading.RLock()  # in one step() at a time
 
         def function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -75,11 +70,13 @@ class Step:
         if step is None:
             optimizer = self.owner()
             step, args = type(optimizer).step, (optimizer, *args)
-        if not self.records:
+        if not self.is_fused:
             return step(*args, **kwargs)
-        if self.max_grad_norm is not None or self.eager:
+        if self.options.max_grad_norm is not None or self.options.eager:
             step = functools.partial(self._prepare_and_step, step)
-        if addresses_are_noted():  # which tensors without numbers don't have
+        if (
+            not self.options.recorded or addresses_are_noted()
+        ):  # which tensors without numbers don't have
             return step(*args, **kwargs)
         if get_eval_frame_callback() is not None:
             return _untraced(step, args, kwargs)
@@ -89,7 +86,7 @@ class Step:
             return made
 
     def _prepare_and_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for param in self.eager:
+        for param in self.options.eager:
             torch.ops.optfuse.access(param)  # whose address is known: it is on no line
         closure = kwargs.get("closure", next(filter(callable, args), None))
         if closure is None:
@@ -106,14 +103,15 @@ class Step:
         return step(*(clipped if arg is closure else arg for arg in args), **kwargs)
 
     def _clip(self) -> None:
-        if self.max_grad_norm is None:
+        max_norm = self.options.max_grad_norm
+        if max_norm is None:
             return
         optimizer = self.owner()
         assert optimizer is not None
         params = parameters_of(optimizer)
         # PyTorch's operators on lists can't write negated ones.
         negated = any(p.grad is not None and p.grad.is_neg() for p in params)
-        stock_clip_grad_norm_(params, self.max_grad_norm, foreach=False if negated else None)
+        stock_clip_grad_norm_(params, max_norm, foreach=False if negated else None)
 
     def state_of_owner(self) -> Any:
         """The attributes that are pickled, or copied: stock's."""
@@ -132,47 +130,37 @@ class Step:
         make, its, state, *_ = optimizer.__reduce_ex__(4)
         twin = memo[id(optimizer)] = make(*its)
         twin.__setstate__(copy.deepcopy(state, memo))
-        return _record(twin, self.max_grad_norm, copy.deepcopy(self.eager, memo))
+        eager = copy.deepcopy(self.options.eager, memo)
+        return record(twin, replace(self.options, eager=eager), self.because)
 
     def described(self) -> str:
+        because = f", because {', '.join(self.because)}" if self.because else ""
+        if not self.options.recorded:
+            return f"its own step() is called as it is{because}"
         counts = last_counts(self)
         return (
-            f"its own step() is recorded: in the last one {counts['lines']} operators ran as "
-            f"{counts['programs']} programs and {counts['operators']} operators, and "
+            f"its own step() is recorded{because}: in the last one {counts['lines']} operators ran "
+            f"as {counts['programs']} programs and {counts['operators']} operators, and "
             f"{counts['at_once']} at once"
         )
 
 
 def is_asked(recorded: bool | None) -> bool:
-    if recorded is None and (said := os.environ.get("OPTFUSE_RECORDED")):
-        return said != "0"
-    return recorded is not False
+    return os.environ.get("OPTFUSE_RECORDED") != "0" if recorded is None else recorded
 
 
-def can_record(optimizer: Optimizer, mode: Forward | Backward) -> bool:
-    """Whether its class has no kernels, and step() is all that is to be fused."""
+def has_no_kernels(optimizer: Optimizer, mode: Forward | Backward) -> bool:
     rule = RULES.get(type(optimizer))
     if isinstance(mode, Backward):  # updates by torch's operators need no step() there
         return rule is None and not is_registered(type(optimizer))
-    return (rule is None or rule.external) and mode.delay is None
+    return rule is None or rule.external
 
 
-def fuse_recorded(optimizer: OptimizerT, mode: Forward, eager: Iterable[Tensor]) -> OptimizerT:
-    """None of the class's code runs."""
-    chosen = check_eager(eager, optimizer)
-    if mode.ddp is not None:  # step() needs all gradients: they come as in stock
-        check_model(mode.ddp, optimizer, 1, AwaitedLater)
+def record(optimizer: OptimizerT, options: Options, because: tuple[str, ...]) -> OptimizerT:
+    """None of the class's code runs. because: why its class's kernels do not update."""
     _process.start()
     raw_memory.watch_recorded()
-    if mode.ddp is not None:
-        reduction_of(mode.ddp, AwaitedLater)
-    return _record(optimizer, mode.max_grad_norm, chosen)
-
-
-def _record(
-    optimizer: OptimizerT, max_grad_norm: float | None, eager: Iterable[Tensor]
-) -> OptimizerT:
-    step = Step(optimizer, max_grad_norm, eager)
+    step = Step(optimizer, options, because)
     ours = step, step, step.state_of_owner, step.copy_of_owner
     optimizer.__dict__.update(zip(_OURS, ours, strict=True))
     _shared_state.fused[id(optimizer)] = optimizer
@@ -183,7 +171,7 @@ def unfuse_recorded(optimizer: Optimizer) -> None:
     step = optimizer.__dict__[RECORDED]
     for name in _OURS[1:]:
         optimizer.__dict__.pop(name, None)
-    step.records = False  # somebody may have it
+    step.is_fused = False  # somebody may have it
     if optimizer.__dict__.get(_STEP) is step:
         del optimizer.__dict__[_STEP]
         if step.before is not None:

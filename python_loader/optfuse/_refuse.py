@@ -5,78 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import optim
 from optfuse._arguments.check import label
 from optfuse._dtensor.local_tensors import is_dtensor, local_of, why_not
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import Error
-from optfuse._own_step.reach import inner_optimizer, span_of
-from optfuse._own_step.register import INDEPENDENT
-from optfuse._rules import RULES, Group, Rule
+from optfuse._own_step.reach import span_of
+from optfuse._rules import Group, Rule
 
-_REGISTER = (
-    "If its step() treats each parameter by itself, say so with optfuse.register(cls, "
-    "per_parameter=True); else use the optimizer as it is"
-)
 _COMMUNICATES = (
     "it is a DTensor, and this optimizer is updated by PyTorch's operators and not by kernels; on "
     "a DTensor these may communicate, and processes would not do so in the same order. Keep the "
     "optimizer as it is"
 )
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _public_name(cls: type[Optimizer]) -> str:
-    module = optim if cls.__module__ == optim.__name__ else torch.optim
-    return f"{module.__name__}.{cls.__name__}"
-
-
-def check_class(optimizer: Optimizer) -> None:
-    """Raises optfuse.Error for what is known to have no updates that could be fused."""
-    stock = type(optimizer)
-    inner = inner_optimizer(optimizer)
-    if inner is not None:
-        name, what = inner
-        raise Error(
-            f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: it holds another "
-            f"optimizer, {type(what).__name__}, as its attribute {name!r}, and steps that one. "
-            f"Fuse that one: optfuse.fuse(optimizer.{name}), and use the {stock.__name__} as it is"
-        )
-    if stock is torch.optim.SparseAdam:
-        refuse_class(stock, "it is for sparse gradients, which have no fused update")
-    if stock is torch.optim.LBFGS:
-        refuse_class(
-            stock, "it evaluates the loss several times a step and needs all gradients at once"
-        )
-    if stock.__name__ == "ZeroRedundancyOptimizer":  # without an optimizer in it
-        refuse_class(
-            stock,
-            "with overlap_with_ddp=True it updates in DDP's hook, by functions of its own",
-            "Build it with overlap_with_ddp=False, and fuse its attribute 'optim'",
-        )
-
-
-def refuse_class(
-    stock: type[Optimizer], why: str, way_out: str = "Use the optimizer as it is"
-) -> NoReturn:
-    known = ", ".join(sorted(map(_public_name, {*RULES, *INDEPENDENT})))
-    raise Error(
-        f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: {why}. "
-        f"Fused today: {known}, and classes whose step() can be traced. {way_out}"
-    )
-
-
-def refuse_untraceable(stock: type[Optimizer], why: str) -> NoReturn:
-    raise Error(
-        f"optfuse: can't fuse {stock.__module__}.{stock.__qualname__}: its step() can't be traced: "
-        f"{why}. {_REGISTER}"
-    )
 
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:

@@ -157,7 +157,7 @@ class Rule:
     # Keys of a state entry, in the order of the native update by operators; none: there
     # is no such update.
     entries: tuple[tuple[str, ...], ...] = ()
-    because: tuple[str, ...] = ()  # why the class's own step() updates, where kernels might
+    because: tuple[str, ...] = ()  # why step() is recorded, where kernels might update
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
     _lengths: dict[str, int] = field(init=False, repr=False, compare=False)
 
@@ -292,6 +292,14 @@ class AnyRule(Rule):
 
     def difference(self, group: Group) -> str:
         return ""
+
+
+@dataclass(frozen=True)
+class RecordedRule(AnyRule):
+    """That of an optimizer whose own step() is recorded."""
+
+
+RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
 
 
 def _rule(name: str, **more: Any) -> Rule:

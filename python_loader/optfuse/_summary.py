@@ -196,7 +196,7 @@ def _of_own_step(optimizer: Optimizer, params: list[Tensor]) -> Summary:
         traced=step.described() if step else "",
         products_because=(),
         isa={},
-        eager=len(step.eager) if step else 0,
+        eager=len(step.options.eager) if step else 0,
         delayed=0,
         delay_bytes=0,
         compiled=False,
@@ -227,7 +227,7 @@ def summary(optimizer: Optimizer) -> Summary:
         reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),
         reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
         gpu_bits_differ=tuple(sorted({*link.gpu_bits_differ, *updater.gpu_bits_differ})),
-        own_step_because=updater.own_step_because or link.rule.because,
+        own_step_because=link.rule.because,
         traced=updater.described(),
         products_because=tuple(products.reasons(link.rule, groups)),
         isa={

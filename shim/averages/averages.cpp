@@ -95,13 +95,12 @@ bool wait(const at::Tensor &average, const at::Tensor &param,
 } // namespace
 
 std::shared_ptr<const Program> program_of(const Averaging &how) {
-    constexpr int64_t kAverage = OF_REGISTER_PARAM, kWeight = OF_REGISTER_GRAD;
-    constexpr int64_t kFirst = OF_REGISTER_TEMPORARY, kSecond = kFirst + 1;
-    std::vector<int64_t> code;
-    std::vector<double> numbers;
-    const auto line = [&](of_operator of, int64_t to, int64_t a, int64_t b, double s) {
-        code.insert(code.end(), {of, to, a, b, 0});
-        numbers.insert(numbers.end(), {s, 0});
+    constexpr unsigned char kAverage = OF_REGISTER_PARAM, kWeight = OF_REGISTER_GRAD;
+    constexpr unsigned char kFirst = OF_REGISTER_TEMPORARY, kSecond = kFirst + 1;
+    std::vector<of_instruction> code;
+    const auto line = [&](of_operator of, unsigned char to, unsigned char a, unsigned char b,
+                          double s) {
+        code.push_back({static_cast<unsigned char>(of), to, a, b, 0, s, 0});
     };
     switch (how.formula) {
     case Formula::LERP:
@@ -118,7 +117,7 @@ std::shared_ptr<const Program> program_of(const Averaging &how) {
         line(OF_OPERATOR_add, kAverage, kAverage, kFirst, 1);
         break;
     }
-    return make_program(code, numbers);
+    return make_program(std::move(code));
 }
 
 void average_by_operators(const std::vector<at::Tensor> &averages,

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "optfuse.h"
-#include "traced/programs.h"
+#include "programs.h"
 
 namespace optfuse {
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // apply.cpp: updates of optimizers that have no kernels. Where there is a native
 // update and nothing is unusual, that one runs; else Python runs the class's own
-// step() on one parameter, by the callback of shim.h. Traced ones whose programs call PyTorch's
-// operators run here, too. Such an update can wait if
+// step() on one parameter, by the callback of shim.h. Such an update can wait if
 // all it changes is the parameter, its gradient and state tensors that are known;
 // else it runs inside step(), as in stock.
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -181,15 +180,6 @@ bool run_native(const of_inputs *in, const double *hyper, const References *refs
     return slot->plan->native({refs->param, refs->special->held_grad, slot->own, hyper});
 }
 
-void run_program(const of_inputs *in, const References *refs) {
-    const Program &program = *refs->program;
-    const c10::AutoGradMode no_grad(false);
-    const c10::impl::ExcludeDispatchKeyGuard no_autograd(
-        c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    run_parts(refs->slot->plan->core, program.parts, program.forms, program.n_registers,
-              program.state(), *in, refs->slot->param);
-}
-
 bool update(const of_inputs *in, const double *hyper, References *refs) {
     const SteadyStreams not_here(false); // an optimizer's own step() may do anything
     Slot *slot = refs->slot;
@@ -204,10 +194,6 @@ bool update(const of_inputs *in, const double *hyper, References *refs) {
         stream.reset_stream(c10::Stream(c10::Stream::UNSAFE, param.device(), in->stream.id));
     if (refs->program && refs->program->is_of_lines) {
         slot->plan->ahead->run(slot->index, refs->special->held_grad);
-        return true;
-    }
-    if (refs->program) {
-        run_program(in, refs);
         return true;
     }
     if (run_native(in, hyper, refs))

@@ -179,10 +179,6 @@ void Ledger::begin_pass(OptimizerReader &now) {
         return;
     tell(now, look);
     now.prepare(look, true);
-    if (plan.rule->runs_programs && !plan.ahead) { // what others have as well is left to step()
-        std::vector<size_t> shared(plan.slots.size());
-        of_shim_sharing_state(handle_of(&plan), shared.data(), shared.size());
-    }
     note_used(now);
 }
 

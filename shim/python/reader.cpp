@@ -142,7 +142,7 @@ Look PythonReader::see() {
     const Ref groups(of_interpreter.attribute(optimizer, "param_groups"));
     const bool all = groups.get() != nullptr && has_same_options(groups.get());
     const bool params = all || has_params();
-    return {params, all || (params && has(OF_SHIM_HAS_NO_OPTIONS)), is_same_state()};
+    return {params, all, is_same_state()};
 }
 
 void PythonReader::look_at_params_first() {
@@ -305,7 +305,7 @@ bool PythonReader::begin(Look *look, bool in_backward) {
 
 void PythonReader::prepare(const Look &look, bool in_backward) {
     Remembered &known = owner.known;
-    if (known.must_prepare || scale || (!known.knows_options && !has(OF_SHIM_HAS_NO_OPTIONS)))
+    if (known.must_prepare || scale || (!known.knows_options))
         known.must_prepare = is_so("prepare", "ii", look.groups, in_backward);
 }
 

@@ -22,19 +22,25 @@
 namespace optfuse::recorded {
 namespace {
 
-Gradient gradient_like(const at::Tensor &tensor) {
-    const auto sizes = tensor.sizes(), strides = tensor.strides();
+Geometry geometry_of(const c10::TensorImpl *impl) {
+    const auto sizes = impl->sizes(), strides = impl->strides();
     return {true,
             {sizes.begin(), sizes.end()},
             {strides.begin(), strides.end()},
-            tensor.scalar_type(),
-            tensor.device()};
+            c10::typeMetaToScalarType(impl->dtype()),
+            impl->device()};
+}
+
+bool has_geometry(const c10::TensorImpl *impl, const Geometry &its) {
+    return impl->sizes().equals(its.sizes) && impl->strides().equals(its.strides) &&
+           impl->dtype() == its.dtype && impl->device() == its.device;
 }
 
 bool is_plain(const at::Tensor &gradient) {
     const c10::TensorImpl *impl = gradient.unsafeGetTensorImpl();
     return gradient.layout() == at::kStrided && impl->has_storage() &&
-           (gradient.is_cpu() || is_gpu(gradient.device())) && !impl->is_python_dispatch() && impl->is_non_overlapping_and_dense();
+           (gradient.is_cpu() || is_gpu(gradient.device())) && !impl->is_python_dispatch() &&
+           impl->is_non_overlapping_and_dense();
 }
 
 // A gradient that an update has used up is none.
@@ -69,21 +75,22 @@ std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts)
     return anchors;
 }
 
-void know_params(const Plan &plan, Tape *tape) {
-    tape->params.clear();
-    tape->own_streams = {};
+Streams current_streams(const Plan &plan) {
+    Streams streams;
     for (const Slot *slot : plan.slots) {
-        tape->params.insert(storage_of(slot->param));
         const c10::Device device = slot->param->device();
-        if (is_gpu(device) && !tape->own_streams.has_one_of(device.index()))
-            tape->own_streams.put(current_stream(device.index()));
+        if (is_gpu(device) && !streams.has_one_of(device.index()))
+            streams.put(current_stream(device.index()));
     }
+    return streams;
 }
 
-// Whether a gradient of that form is still one of the parameter, which may have been moved.
-bool fits(const Gradient &its, const c10::TensorImpl *param) {
-    return its.device == param->device() && its.dtype == param->dtype().toScalarType() &&
-           at::IntArrayRef(its.sizes) == param->sizes();
+void know_params(const Plan &plan, Tape *tape) {
+    tape->params.clear();
+    tape->gradients.clear();
+    tape->own_streams = current_streams(plan);
+    for (const Slot *slot : plan.slots)
+        tape->params.insert(storage_of(slot->param));
 }
 
 using Uses = ska::flat_hash_map<c10::TensorImpl *, size_t>;
@@ -162,9 +169,11 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
     if (!its->own_streams.all.empty())
         device = c10::impl::VirtualGuardImpl(gpu_type()).getDevice();
     gradients.assign(plan.slots.size(), {});
+    params.resize(plan.slots.size());
     why.clear();
     n_watched++;
     for (const Slot *slot : plan.slots) {
+        params[slot->index] = geometry_of(slot->param);
         const at::Tensor &gradient = slot->param->grad();
         if (gradient.defined())
             compute_now(gradient.unsafeGetTensorImpl());
@@ -172,8 +181,10 @@ void Ahead::begin_watched(const Plan &plan, Tape *its) {
             why = "has DTensors";
         if (!gradient.defined())
             continue;
+        if (gradient.has_storage())
+            its->gradients.insert(storage_of(gradient.unsafeGetTensorImpl()));
         if (is_plain(gradient))
-            gradients[slot->index] = gradient_like(gradient);
+            gradients[slot->index] = geometry_of(gradient.unsafeGetTensorImpl());
         else
             why = "has gradients that are not dense ones";
         if (gradient.is_cpu() && device)
@@ -199,16 +210,14 @@ bool Ahead::can_begin(const Plan &plan) const {
     if (has_begun() || n_watched < kWatched || !why.empty() || gradients.size() != plan.slots.size() ||
         open_tape() != nullptr)
         return false;
-    Tape now;
-    know_params(plan, &now);
-    for (const of_stream &stream : now.own_streams.all)
+    for (const of_stream &stream : current_streams(plan).all)
         if (stream.capture != 0 && OF_GUARD(ahead_capture)) // of which step() may be no part
             return false;
     bool any = false;
     for (const Slot *slot : plan.slots) {
         const bool is_expected = gradients[slot->index].is_there;
         any |= is_expected;
-        if (is_expected && !fits(gradients[slot->index], slot->param))
+        if (!has_geometry(slot->param, params[slot->index])) // so its gradient has another one, too
             return false;
         if (!plan.reduces && is_expected != (has_gradient(*slot) || gets_gradient(*slot)))
             return false;
@@ -229,7 +238,7 @@ std::vector<at::Tensor> Ahead::stand_ins(const Plan &plan) {
         slot->program.reset();
     std::vector<at::Tensor> made(parts.size());
     for (size_t i = 0; i < parts.size(); i++)
-        if (const Gradient &of = gradients[i]; of.is_there)
+        if (const Geometry &of = gradients[i]; of.is_there)
             made[i] = parts[i].stand_in =
                 its_tape->absent(of.sizes, of.strides, of.dtype, of.device);
     return made;
@@ -306,7 +315,7 @@ bool Ahead::knows_all_users(const Slot &slot) const {
 
 void Ahead::run(size_t slot, const at::Tensor &gradient) {
     Part &part = parts[slot];
-    if (!is_plain(gradient) || !(gradient_like(gradient) == gradients[slot]))
+    if (!is_plain(gradient) || !has_geometry(gradient.unsafeGetTensorImpl(), gradients[slot]))
         fail("its gradient has other strides or another dtype than in the step before, by which "
              "step() has gone already; use optfuse.fuse(optimizer, mode=\"forward\")");
     c10::TensorImpl *impl = part.stand_in.unsafeGetTensorImpl();

@@ -31,17 +31,12 @@ struct Part {
     std::vector<c10::IValue> values;
 };
 
-// The form of a gradient.
-struct Gradient {
+// That of a gradient, or of a parameter.
+struct Geometry {
     bool is_there = false;
     std::vector<int64_t> sizes, strides;
     at::ScalarType dtype = at::kFloat;
     c10::Device device = c10::kCPU;
-
-    bool operator==(const Gradient &o) const {
-        return is_there == o.is_there && sizes == o.sizes && strides == o.strides &&
-               dtype == o.dtype && device == o.device;
-    }
 };
 
 // One optimizer's. Guarded by Plan::telling, and between two passes by Plan::alone; run() by the core's
@@ -93,7 +88,7 @@ class Ahead {
     void hide_numbers();
     void hand_over(Slot *slot, std::vector<std::shared_ptr<const Program>> *known);
 
-    std::vector<Gradient> gradients; // of the last step() that was watched
+    std::vector<Geometry> gradients, params; // of the last step() that was watched
     std::unique_ptr<Tape> its_tape;
     std::vector<Part> parts;
     std::vector<Undo> not_hidden; // of small tensors that are ahead

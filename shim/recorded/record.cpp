@@ -136,17 +136,18 @@ class Called {
 
     // What runs on a GPU at once no stream puts in order with the lines.
     void look_for_gpus(const c10::IValue *values, size_t n_values) {
-        if (tape->is_watched() && OF_GUARD(ahead_at_once) && !each_tensor(values, n_values, [](const at::Tensor &tensor) {
-                return !is_gpu(tensor.device());
-            }))
+        const auto is_elsewhere = [](const at::Tensor &tensor) { return !is_gpu(tensor.device()); };
+        if (tape->is_watched() && !each_tensor(values, n_values, is_elsewhere) &&
+            OF_GUARD(ahead_at_once))
             tape->meets("calls an operator that runs on a GPU at once (" + op.schema().name() + ")");
     }
 
     void run_at_once() {
-        if (!k.makes_blank && needs_lines() && OF_GUARD(recorded_order)) {
+        const bool needs = !k.makes_blank && needs_lines() && OF_GUARD(recorded_order);
+        if (needs || (!k.makes_blank && reads_gradient()))
             tape->meets("looks at numbers (" + op.schema().name() + ")");
+        if (needs)
             tape->play();
-        }
         look_at_once();
         tape->counts.at_once++;
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
@@ -167,10 +168,10 @@ class Called {
                        tape->touches(storage_of(tensor.unsafeGetTensorImpl()));
             return true;
         });
-        if (touched) {
+        if (touched || reads_gradient())
             tape->meets("looks at numbers past PyTorch's operators");
+        if (touched)
             tape->play();
-        }
         each([this](const at::Tensor &tensor) {
             if (!tensor.has_storage())
                 return true;
@@ -230,7 +231,7 @@ class Called {
         }
         if (!has_any)
             return is_made_on_gpu();
-        return (!are_small || needs_lines() || writes_param()) && has_place(device);
+        return (!are_small || needs_lines() || writes_param() || reads_gradient()) && has_place(device);
     }
 
     // A new tensor, of no other one's device.
@@ -247,6 +248,11 @@ class Called {
             return true;
         stream = current_stream(device->index());
         return cuda_library() != nullptr && (stream->capture == 0 || !OF_GUARD(recorded_capture));
+    }
+
+    bool reads_gradient() const {
+        return tape->is_watched() && !tape->gradients.empty() &&
+               !each([this](const at::Tensor &tensor) { return !tape->is_gradient(tensor); });
     }
 
     bool writes_param() const {

@@ -17,7 +17,7 @@
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
 #include "tensor/references.h"
-#include "traced/programs.h"
+#include "programs.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -318,20 +318,16 @@ std::shared_ptr<const Program> program_of(const std::vector<Line> &lines,
     for (of_instruction &q : code)
         for (unsigned char *const at : {&q.to, &q.a, &q.b, &q.c})
             *at = places[*at];
-    of_program core = {code.data(), code.size(), 0, 0, false};
-    if (of_program_check(&core) != nullptr ||
-        (!group.device.is_cpu() && !fits_on_gpu(code, OF_REGISTER_STATE + state->size())))
+    if (!group.device.is_cpu() && !fits_on_gpu(code, OF_REGISTER_STATE + state->size()))
         return nullptr;
-    code.resize(of_program_fuse(code.data(), code.size()));
-    core.n = code.size();
+    const std::shared_ptr<const Program> made = make_program(std::move(code));
+    if (!made)
+        return nullptr;
     constexpr std::ptrdiff_t kLast = 8;
     const auto n = static_cast<std::ptrdiff_t>(known->size());
     for (auto one = known->end() - std::min(n, kLast); one != known->end(); ++one)
-        if (is_same((*one)->core, core))
+        if (is_same((*one)->core, made->core))
             return *one;
-    const auto made = std::make_shared<Program>();
-    made->code = std::move(code);
-    made->core = {made->code.data(), made->code.size(), core.reads, core.writes, false};
     known->push_back(made);
     return made;
 }

@@ -203,9 +203,11 @@ of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_objec
         ahead->begin_watched(*optfuse::plan_of(handle), &tape_here);
     const auto kind = ahead == nullptr ? Tape::Kind::PLAIN : Tape::Kind::WATCHED;
     // Operators before an exception have run, as in stock.
-    return call_recorded(&tape_here, kind, step, arguments, keywords, [&](bool) {
+    return call_recorded(&tape_here, kind, step, arguments, keywords, [&](bool is_done) {
         if (ahead != nullptr)
             ahead->end_watched(*optfuse::plan_of(handle), tape_here);
+        if (ahead != nullptr && !is_done)
+            ahead->why = "raised an exception";
         tape_here.play();
         tape_here.drop_garbage(); // it has aliases of gradients
         if (ahead != nullptr)

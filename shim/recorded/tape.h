@@ -83,6 +83,12 @@ class Tape {
     bool is_param(const c10::StorageImpl *storage) const {
         return params.find(storage) != params.end();
     }
+    // Gradients of a step() that is watched: ahead, stand-ins are in their place.
+    ska::flat_hash_set<const c10::StorageImpl *> gradients;
+    bool is_gradient(const at::Tensor &tensor) const {
+        return tensor.has_storage() &&
+               gradients.find(storage_of(tensor.unsafeGetTensorImpl())) != gradients.end();
+    }
     // An operator that runs at once is about to write to this tensor.
     void is_written_at_once(const at::Tensor &tensor, const std::string &op);
     // Runs the lines. An exception leaves the rest undone, as it would have in step().

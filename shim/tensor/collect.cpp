@@ -155,7 +155,7 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
             return OF_FOUND_ERROR;
         const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
         launch_others(s);
-        *dense = *dense && (has_own_shape(slot, i) || same_strides(p, s));
+        *dense = *dense && same_strides(p, s);
         in->state[i] = written_data_of(s);
     }
     if (step_is_on_gpu(slot))
@@ -175,11 +175,11 @@ bool is_in_state(const Slot *slot, unsigned used, const c10::TensorImpl *g) {
 }
 
 // Whether the update applies the factors that clipping has left pending on its gradient.
-// PyTorch's operators don't, and no program that calls them. Neither does a kernel that writes the
-// gradient: divided, or as a program makes it.
+// PyTorch's operators don't. Neither does a kernel that writes the gradient: divided, or as a
+// program makes it.
 bool applies_factor(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
     const Plan *plan = slot->plan;
-    if (plan->rule->external || writes_gradient(slot) || has_parts(slot))
+    if (plan->rule->external || writes_gradient(slot) || runs_lines(slot))
         return false;
     if (!is_gpu(p->device()))
         return true;
@@ -225,7 +225,7 @@ of_found look_who_shares(const Slot *slot, const c10::TensorImpl *p, const c10::
     in->exclusive = !dense || is_shared || written.is_before();
     if ((!dense || written.is_before()) && written.state_behind)
         return refuse_between(slot);
-    if (written.behind && (is_written_back(slot) || has_parts(slot)))
+    if (written.behind && is_written_back(slot))
         return refuse(slot, "the gradient of ",
                       "shares memory with a parameter behind it or its state, and the update writes "
                       "to the gradient",
@@ -271,13 +271,8 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     // Values that the update writes back must arrive in the gradient.
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();
     const bool grad_is_like_it = same_strides(p, g) && !is_lazy(g);
-    if (is_written_back(slot) || has_parts(slot) || !grad_is_like_it)
+    if (is_written_back(slot) || !grad_is_like_it)
         compute_now(g);
-    if (has_parts(slot) && !(dense && grad_is_like_it))
-        return refuse(slot, "", "can't be updated by its traced step()",
-                      ": it has holes, or its gradient or state has other strides, and the step() "
-                      "calls operators that would see that. Register the class "
-                      "(optfuse.register), make it contiguous, or use mode=\"forward\"");
     if (rounds_by_strides(slot, p, in->dtype) && !(dense && grad_is_like_it) &&
         check_strides(slot, p, g, used) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;

@@ -147,14 +147,9 @@ bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b) {
 
 namespace {
 
-bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const Form *form, bool mixed) {
-    const at::ScalarType like_param = mixed ? at::kBFloat16 : p->dtype().toScalarType();
-    const at::ScalarType dtype = form != nullptr ? form->dtype : like_param;
-    if (s->dtype().toScalarType() != dtype)
-        return false;
-    if (form == nullptr || form->is_of_param)
-        return equal(s->sizes(), p->sizes());
-    return s->sizes() == form->sizes && s->strides() == form->strides;
+bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, bool mixed) {
+    const at::ScalarType dtype = mixed ? at::kBFloat16 : p->dtype().toScalarType();
+    return s->dtype().toScalarType() == dtype && equal(s->sizes(), p->sizes());
 }
 
 // A bfloat16 state tensor of a float32 parameter, of a rule that has kernels for such.
@@ -181,7 +176,7 @@ of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, bool 
                       ", which PyTorch takes for float32 parameters on a GPU only, from release "
                       "2.12 on, and of all averages of a parameter or of none: load or create it "
                       "in float32");
-    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, form_of(slot, i), mixed))
+    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, mixed))
         return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
                       ": load or create it to match");
     if (is_lazy(s) || is_expanded(s))

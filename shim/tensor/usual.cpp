@@ -91,7 +91,7 @@ bool fill_in_kind(const c10::TensorImpl *p, of_inputs *in) {
 
 // Kernels run its program, which reads the gradient only.
 [[gnu::noinline]] bool has_usual_program(const Slot *slot) {
-    return slot->program && !has_parts(slot) && !writes_gradient(slot);
+    return slot->program && !runs_lines(slot) && !writes_gradient(slot);
 }
 
 // Nobody has asked for more than an update of its parameter, which has memory.

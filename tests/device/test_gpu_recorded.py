@@ -12,23 +12,14 @@ import torch
 from common import Fused, adamw, assert_same, everything, python_ok
 from fakecuda import NAME
 from legal import legal, net, play, races_without, settle, train
-from own_classes import Tensors
 from programs import describe, draw, mended, run
 from recorded_classes import KINDS, Base
+from style_classes import ON_ANY_DEVICE
 from test_captures import captured
 from test_gpu_moves import moved
-from test_traced_operators import OPERATORS, POWERS, special
+from test_operators import ELEMENTWISE, special
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from traced_classes import (
-    TRACEABLE,
-    ByViews,
-    Centered,
-    Doubles,
-    Factored,
-    Sorts,
-    TrustRatio,
-)
 
 import optfuse
 from optfuse import _recorded
@@ -334,14 +325,13 @@ def of_a_model(make, steps=5):
     return script
 
 
-@pytest.mark.parametrize(
-    "make",
-    [*TRACEABLE, ByViews, Centered, Doubles, Factored, Sorts, TrustRatio, Tensors]
-    + [torch.optim.Adafactor],
-    ids=lambda cls: cls.__name__,
-)
-def test_classes_that_are_traced_and_that_are_not(make):
-    legal(of_a_model(make), prove=False)
+MODES = ("forward", "backward")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [*ON_ANY_DEVICE, torch.optim.Adafactor], ids=lambda c: c.__name__)
+def test_classes_in_other_styles(make, mode):
+    legal(of_a_model(make, 8), mode, prove=False)
 
 
 def test_clipping_before_step():
@@ -642,13 +632,6 @@ def test_loss_scaling_is_refused_in_backward():
             scaler.update()
 
 
-@pytest.mark.parametrize(
-    "make", [*TRACEABLE, ByViews, Centered, Factored, Sorts, TrustRatio, Tensors]
-)
-def test_other_classes_in_backward(make):
-    legal(of_a_model(make, 8), "backward", prove=False)
-
-
 # Programs
 
 
@@ -662,7 +645,7 @@ LISTS = {
     "addcmul": lambda p, g: torch._foreach_addcmul([p], [g], [g], 1.0)[0],
     "pow": lambda p, g: torch._foreach_pow([p], 2)[0],
 }
-FORMULAS = {**OPERATORS, **POWERS, **{f"{name} of lists": of for name, of in LISTS.items()}}
+FORMULAS = {**ELEMENTWISE, **{f"{name} of lists": of for name, of in LISTS.items()}}
 
 
 class EachGroup(Base):
@@ -719,9 +702,6 @@ def fused(cls, n=4, steps=5, size=40, mode="forward"):
     for _ in range(steps - 1):
         step()
     return step
-
-
-MODES = ("forward", "backward")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -128,11 +128,10 @@ CALLS = ("quick", "full", "deep")
 def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts, and the seconds that are kept for each by those before it."""
     quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
-    full = [(operators, 60.0), (recorded, 40.0), (bits, 150.0), (transparency, 100.0)]
-    full += [(controls, 45.0)]
+    full = [(recorded, 100.0), (bits, 150.0), (transparency, 100.0), (controls, 45.0)]
     full += [(random_programs, 40.0)]
     deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
-    deep += [(traced_times, 30.0), (layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
+    deep += [(recorded_times, 30.0), (layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
     short = [*quick, *full[3:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -235,14 +234,8 @@ def bits(plan: Plan) -> Part:
 
 
 @on_gpu
-def operators(plan: Plan) -> Part:
-    """Four scenarios, each in a process of its own."""
-    return scenarios(plan, "operators", "operators of programs", 120.0, most=4)
-
-
-@on_gpu
 def recorded(plan: Plan) -> Part:
-    return scenarios(plan, "recorded", "recorded steps", 90.0, most=4)
+    return scenarios(plan, "recorded", "recorded steps", 150.0)
 
 
 def transparency(plan: Plan) -> Part:
@@ -285,9 +278,9 @@ def packing(plan: Plan) -> Part:
     return Part("packing of factors", [command], 45, MEASURED, judge_last)
 
 
-def traced_times(plan: Plan) -> Part:
-    command = plan.python("tests/gpu/traced_times.py", "--device", plan.device)
-    return Part("times of traced classes", [command], 60, MEASURED, judge_last)
+def recorded_times(plan: Plan) -> Part:
+    command = plan.python("tests/gpu/recorded_times.py", "--device", plan.device)
+    return Part("times of recorded classes", [command], 60, MEASURED, judge_last)
 
 
 def controls(plan: Plan) -> Part:

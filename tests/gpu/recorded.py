@@ -1,28 +1,53 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Classes without kernels on a GPU whose step() is recorded have stock's bits; which of their
-operators ran as programs is printed."""
+"""Classes without kernels on a GPU, whose step() is recorded, have stock's bits, and so has every
+operator of programs; which of them ran as programs is printed."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from bits import assert_same_optimizers, deliver, different
-from harness import On
+from bits import DTYPES, assert_same_optimizers, deliver, different
+from harness import MODES, On, add
 from own_rules import VECTORS, parameters, recorded
-from program_operators import FORMULAS, LISTS, operands
 from recorded_classes import KINDS, Base
+from style_classes import ON_ANY_DEVICE
+from test_operators import CALLS, ELEMENTWISE, special
 from torch import Tensor
-from traced import in_each_dtype
-from traced_classes import TRACEABLE
 
 import optfuse
 from optfuse import _recorded
 
 # NumPy takes no tensor on a GPU; and one whose state are lists.
 LEFT_OUT = ("Looks", "Addresses", "KeepsAnAddress", "Gathers")
-CLASSES = [*TRACEABLE, *(cls for name, cls in KINDS.items() if name not in LEFT_OUT)]
+CLASSES = [*ON_ANY_DEVICE, *(cls for name, cls in KINDS.items() if name not in LEFT_OUT)]
 STEPS, LOOK_EVERY = 12, 4
+LISTS = {name: lambda p, g, of=formula: of([p], [g])[0] for name, formula in CALLS}
+#: By name, of a parameter and its gradient.
+FORMULAS: dict[str, Any] = {**ELEMENTWISE, **LISTS}
+SIZES = (1, 37, 20_011)
+
+
+@contextlib.contextmanager
+def cuda_roundings(on: On) -> Iterator[None]:
+    """Also of PyTorch's operators where a CPU plays the GPU."""
+    if on.is_cuda:
+        yield
+        return
+    import fakecuda
+
+    fakecuda.round_as_cuda()
+    try:
+        yield
+    finally:
+        fakecuda.round_as_cuda(False)
+
+
+def said(optimizer: Any, mode: str) -> str:
+    """How the last step() ran."""
+    return str(_recorded.last_counts()) if mode == "forward" else optfuse.explain(optimizer)
 
 
 def each_class(on: On, dtype: torch.dtype) -> None:
@@ -30,23 +55,31 @@ def each_class(on: On, dtype: torch.dtype) -> None:
         twins = [parameters(VECTORS, on, dtype) for _ in range(2)]
         gradients = recorded(VECTORS, on, dtype)
         stock, ours = (cls(twin) for twin in twins)
-        ours = optfuse.fuse(ours, recorded=True)
+        ours = optfuse.fuse(ours, on.mode)
         for step in range(STEPS):
-            for optimizer in (stock, ours):
+            for optimizer, mode in ((stock, "forward"), (ours, on.mode)):
                 torch.manual_seed(step)  # of classes that draw
                 getattr(optimizer, "train", bool)()
-                deliver(optimizer, gradients(step), "forward")
+                deliver(optimizer, gradients(step), mode)
                 optimizer.step()
-            counts = _recorded.last_counts()
+            how = said(ours, on.mode)
             if step % LOOK_EVERY == LOOK_EVERY - 1:
                 what = f"{cls.__name__}, step {step + 1}"
                 assert_same_optimizers(what, ours, stock, gradients=False)
-        print(f"{cls.__name__}, {dtype}: {counts}", flush=True)
+        print(f"{cls.__name__}, {dtype}: {how}", flush=True)
 
 
 class One(Base):
     def one(self, p: Tensor, group: Any, state: dict[str, Any]) -> None:
         state["made"] = FORMULAS[group["formula"]](p, p.grad)
+
+
+def operands(on: On, dtype: torch.dtype, random: torch.Generator) -> list[torch.nn.Parameter]:
+    """Parameters of all sizes, with gradients."""
+    params = [torch.nn.Parameter(special(n, dtype, random).to(on.device)) for n in SIZES]
+    for p in params:
+        p.grad = special(p.numel(), dtype, random).to(on.device)
+    return params
 
 
 def each_operator(on: On, dtype: torch.dtype) -> None:
@@ -60,7 +93,7 @@ def each_operator(on: On, dtype: torch.dtype) -> None:
             wanted = [formula(p.detach(), p.grad) for p in params]
         except (RuntimeError, TypeError):
             continue  # PyTorch has it not for this dtype and device
-        optimizer: Any = optfuse.fuse(One([{"params": params, "formula": name}]), recorded=True)
+        optimizer: Any = optfuse.fuse(One([{"params": params, "formula": name}]))
         for _ in range(3):  # the third runs programs
             optimizer.step()
         ran += 1
@@ -71,7 +104,26 @@ def each_operator(on: On, dtype: torch.dtype) -> None:
             differ.append(name)
     print(f"{dtype}: {ran - len(by_operator)} of {ran} by programs, by PyTorch: {by_operator}")
     assert not differ, f"{len(differ)} have other bits: {differ}"
+    assert ran - len(by_operator) > 40, "hardly an operator ran as a program"
 
 
-in_each_dtype("recorded classes", each_class, modes=("forward",), long=True)
+def in_each_dtype(
+    title: str,
+    check: Callable[[On, torch.dtype], None],
+    modes: tuple[str, ...] = MODES,
+    long: bool = False,
+) -> None:
+    """A scenario of a GPU for each dtype. long: a quick run has that of float32 only."""
+    for dtype in DTYPES:
+
+        def body(on: On, dtype: torch.dtype = dtype) -> None:
+            with cuda_roundings(on):
+                check(on, dtype)
+
+        body.__module__ = check.__module__  # by which scenarios have their parts
+        name = str(dtype).removeprefix("torch.")
+        add(f"{title}, {name}", body, ("cuda",), modes, slow=long and dtype is not torch.float32)
+
+
+in_each_dtype("recorded classes", each_class, long=True)
 in_each_dtype("recorded operators", each_operator, modes=("forward",))

@@ -23,18 +23,15 @@ import harness
 import memory
 import own_rules  # noqa: F401
 import products  # noqa: F401
-import program_operators  # noqa: F401
 import reads  # noqa: F401
 import recorded  # noqa: F401
 import streams  # noqa: F401
 import torch
-import traced  # noqa: F401
 import training  # noqa: F401
 from harness import FAILED, On, Outcome, Scenario, play
 
 PARTS = {
-    "bits": ("bits", "traced", "products", "own_rules"),  # the longest last
-    "operators": ("program_operators",),
+    "bits": ("bits", "products", "own_rules"),  # the longest last
     "recorded": ("recorded",),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }

@@ -45,7 +45,6 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
         ],
         "full": [
             "build",
-            "operators of programs",
             "recorded steps",
             "bits of stock fused=True",
             "transparency",
@@ -58,7 +57,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
             "sizes of blocks and buckets",
             "large batches",
             "packing of factors",
-            "times of traced classes",
+            "times of recorded classes",
             "K-FAC and another order of backward",
             "tests of promises",
             "kernels compiled by the driver",

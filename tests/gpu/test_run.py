@@ -191,12 +191,12 @@ def test_nothing_run_is_no_success() -> None:
 # Times
 
 
-def test_traced_classes_are_timed_and_their_bits_compared() -> None:
-    command = [sys.executable, HERE / "traced_times.py", "--device", "cpu"]
+def test_recorded_classes_are_timed_and_their_bits_compared() -> None:
+    command = [sys.executable, HERE / "recorded_times.py", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     head, *rows = [line.split() for line in done.stdout.splitlines()]
-    assert head[:3] == ["ms", "own", "traced"] and len(rows) == 8
+    assert head[:3] == ["ms", "own", "recorded"] and len(rows) == 8
     assert all(float(took) > 0 for row in rows for took in row[-2:])
 
 

@@ -25,10 +25,9 @@ class Trait(enum.IntFlag):
 
     ASKS = 1
     COUNTS_TOGETHER = 2
-    HAS_NO_OPTIONS = 4
-    READS_SCALE = 8
-    COUNTS_PASSES = 16
-    IS_SHARDED = 32
+    READS_SCALE = 4
+    COUNTS_PASSES = 8
+    IS_SHARDED = 16
 
 
 class Error(RuntimeError):
@@ -87,8 +86,6 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_clear": (_Int, [_Plan]),
     "of_shim_step": (_Int, [_Plan, _Sizes, _Size, _Sizes]),
     "of_shim_flush": (_Int, [_Plan, _Bool, _Bools]),
-    "of_shim_same_kinds": (_Bool, [_Plan, _Bool, _Bool]),
-    "of_shim_have_gradients": (_Bool, [_Plan, _Size]),
     "of_shim_await": (_Int, [ctypes.c_int64]),
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
     "of_shim_used": (ctypes.c_uint64, [_Plan, _Size]),

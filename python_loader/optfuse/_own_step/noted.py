@@ -6,7 +6,7 @@ script, which may keep notes there."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -33,10 +33,14 @@ class Noted:
     """The options and attributes of an optimizer at one time."""
 
     def __init__(
-        self, optimizer: Optimizer, stock: type[Optimizer], but: Container[str] = ()
+        self,
+        optimizer: Optimizer,
+        stock: type[Optimizer],
+        is_written: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
-        """but: attributes that updates change."""
-        self._but = but
+        """is_written: whether updates make or change a tensor, which is only told by its identity
+        then."""
+        self._is_written = is_written
         self._read = names_read(stock)
         self._reads_option = reads_option(stock, optimizer)
         self._options = [self._options_of(group) for group in optimizer.param_groups]
@@ -51,29 +55,26 @@ class Noted:
 
     def _options_of(self, group: Group) -> dict[str, Any]:
         own = own_options(group).items()
-        return {name: _noted(value) for name, value in own if self._reads_option(name)}
+        return {name: self._noted(value) for name, value in own if self._reads_option(name)}
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
         own = own_attributes(unbound(optimizer.__dict__, optimizer)) | shared_state(optimizer)
         read = self._read
         return {
-            name: _noted(value)
+            name: self._noted(value)
             for name, value in own.items()
-            if name != _DEFAULTS
-            and name not in self._but
-            and (read is None or name in read or name == SHARED)
+            if name != _DEFAULTS and (read is None or name in read or name == SHARED)
         }
 
-
-def _noted(value: Any) -> Any:
-    """Numbers and the like can't change, and other objects are told by their identity."""
-    if isinstance(value, Tensor):
-        return _noted_tensor(value)
-    if type(value) in _LISTS:
-        return type(value)(map(_noted, value))
-    if isinstance(value, dict):
-        return {key: _noted(item) for key, item in value.items()}
-    return value
+    def _noted(self, value: Any) -> Any:
+        """Numbers and the like can't change, and other objects are told by their identity."""
+        if isinstance(value, Tensor):
+            return id(value) if self._is_written(value) else _noted_tensor(value)
+        if type(value) in _LISTS:
+            return type(value)(map(self._noted, value))
+        if isinstance(value, dict):
+            return {key: self._noted(item) for key, item in value.items()}
+        return value
 
 
 def _noted_tensor(tensor: Tensor) -> Any:

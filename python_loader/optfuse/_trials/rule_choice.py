@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The rule that updates an optimizer: that of its class where this is known to have the class's
-bits for all of its parameters, else OWN."""
+bits for all of its parameters, else RECORDED."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from optfuse._dtensor.local_tensors import has_holes
 from optfuse._gpu import is_gpu, is_on_gpu
-from optfuse._rules import OWN, RULES, Group, Rule
+from optfuse._rules import OWN, RECORDED, RULES, Group, Rule
 from optfuse._trials import products, stock_trial
 from optfuse._trials.own_thread import sets_no_threads
 
@@ -23,12 +23,12 @@ FuseBy = Callable[[Optimizer, Rule], Optimizer]  # fuses a small copy by a rule,
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """The rule for an optimizer that is not fused; OWN, and why, if there are no kernels for
+    """The rule for an optimizer that is not fused; RECORDED, and why, if there are no kernels for
     all of its parameters."""
     rule = RULES.get(type(optimizer), OWN)
-    why = _why_own_step(optimizer)
+    why = _why_recorded(optimizer)
     if why:
-        return replace(OWN, because=tuple(why))
+        return replace(RECORDED, because=tuple(why))
     return rule.on_gpus() if rule.tried and _any_on_gpu(optimizer.param_groups) else rule
 
 
@@ -59,7 +59,7 @@ def _any_on_gpu(groups: list[Group]) -> bool:
     return any(is_gpu(p.device) for group in groups for p in group["params"])
 
 
-def _why_own_step(optimizer: Optimizer) -> list[str]:
+def _why_recorded(optimizer: Optimizer) -> list[str]:
     """Why an optimizer with another update does without it."""
     stock, groups = type(optimizer), optimizer.param_groups
     if stock not in RULES:

@@ -5,26 +5,19 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from optfuse._own_step.register import is_registered
-from optfuse._rules import RULES, Rule
-from optfuse._traced.rule import TracedRule
+from optfuse._rules import RULES, RecordedRule, Rule
 from optfuse._updaters.kernels import Kernels
 from optfuse._updaters.own_step import OwnStep
-from optfuse._updaters.recorded import Recorded, RecordedRule
-from optfuse._updaters.traced import Traced
+from optfuse._updaters.recorded import Recorded
 from optfuse._updaters.updater import Updater
 
 
 def updater_of(stock: type[Optimizer]) -> type[Updater]:
     """For a class whose rule is not known yet."""
-    if stock in RULES:
-        return Kernels
-    return OwnStep if is_registered(stock) else Traced
+    return Kernels if stock in RULES else OwnStep
 
 
 def updater_class(rule: Rule) -> type[Updater]:
     if isinstance(rule, RecordedRule):
         return Recorded
-    if isinstance(rule, TracedRule):
-        return Traced
     return OwnStep if rule.external else Kernels

@@ -25,10 +25,6 @@ from optfuse._late import Used
 from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, Error, Trait, check, guard, lib, lib_with_gil
 from optfuse._own_step import hand_set_scale
-from optfuse._own_step.register import INDEPENDENT, check_promise
-from optfuse._own_step.settings import Promise
-from optfuse._own_step.tried import Tried
-from optfuse._own_step.untouched import says_what_ran
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group
 from optfuse._trials.stock_trial import flags_of
@@ -43,11 +39,6 @@ _FLAGS = (
     "optfuse: foreach, capturable or fused of a parameter group was changed after fuse(), or its "
     "lr has become a tensor or its alpha negative: its step() would now go another way, whose bits "
     "the kernels on the GPU do not have. Call optfuse.unfuse() and fuse it again"
-)
-_UNTRIED = (
-    "optfuse: options or state of this optimizer are no longer those that its step() was tried "
-    "with when it was fused, and from here a trial fails. Nothing was updated; call "
-    "optfuse.unfuse(optimizer) before you load or change them. The trial says: {}"
 )
 _LATE_SCALE = (
     "optfuse: grad_scale or found_inf of the optimizer was set after backward() had made updates "
@@ -67,7 +58,6 @@ class Ledger:
     """One plan's. Does not keep the optimizer alive."""
 
     marked = False  # tensors may carry the pending mark
-    tried: Tried | None = None  # where trials of the class's own step() have begun
     scaled_steps = 0  # with a scale that was set by hand
     # Objects whose addresses the library compares: they live as long as it does.
     kept_params: Iterable[Any] = ()
@@ -171,7 +161,6 @@ class Ledger:
         traits = {
             Trait.ASKS: self.updater.asks or sharded,
             Trait.COUNTS_TOGETHER: self.updater.counts_together,
-            Trait.HAS_NO_OPTIONS: self.updater.has_no_options,
             Trait.READS_SCALE: reads_scale,
             Trait.COUNTS_PASSES: self._wanted.accumulate != 1,
             Trait.IS_SHARDED: sharded,
@@ -314,8 +303,6 @@ class Ledger:
                 return False
             if guard("late_scale"):
                 raise Error(_LATE_SCALE)
-        if not self._is_tried(optimizer, in_backward, bool(same_state)):
-            return False
         if self.updater.begin(optimizer, self.slots, in_backward, bool(same_state)):
             return True
         if not in_backward:
@@ -323,51 +310,6 @@ class Ledger:
             self.updater.take_step(optimizer)
             lib.of_shim_restart_count(self.plan)
         return False
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """fuse() has just tried the class's own step(), if it is taken or recorded."""
-        promise = self.updater.promise
-        if promise is not None and self._stock not in INDEPENDENT:
-            self.tried = Tried(optimizer, self._stock, promise)
-
-    def watch_as(self, original: Ledger, optimizer: Optimizer) -> None:
-        """For a copy. A class that is recorded was not tried for it once more."""
-        self.tried = None if original.tried is None else original.tried.copy()
-        if self.tried is not None and self.rule.external and self.updater.promise is not None:
-            self.tried.know(optimizer, self.updater.promise)
-
-    def take_promise(self, optimizer: Optimizer, promise: Promise) -> None:
-        """Another trial has found this."""
-        known = self.updater.promise
-        self.updater.promise = promise if known is None else known | promise
-        if self.tried is not None:
-            self.tried.know(optimizer, self.updater.promise)
-
-    def _is_tried(self, optimizer: Optimizer, in_backward: bool, same_state: bool) -> bool:
-        """Whether updates may be made. Tries the class's own step() once more, outside of backward,
-        where a script has taken the optimizer to a place where it was not tried."""
-        promise = self.updater.promise
-        if self.tried is None or promise is None:
-            return True
-        if not in_backward and self.updater.is_unconfirmed():
-            return True  # late changes are refused
-        if same_state and self.tried.counts:
-            same_state = self.updater.holds_counters()
-        if not self.tried.is_before(optimizer, same_state):
-            return True
-        if not in_backward:
-            bindings.flush(self.plan)  # the trial copies state
-            self._try_again(optimizer)
-        return not in_backward
-
-    @says_what_ran()
-    def _try_again(self, optimizer: Optimizer) -> None:
-        try:
-            promise = check_promise(optimizer, self._stock)
-        except Error as error:
-            raise Error(_UNTRIED.format(error)) from error
-        self.take_promise(optimizer, promise)
-        self.updater.layout(optimizer.param_groups)
 
     def _leave(self, optimizer: Optimizer) -> None:
         """Before the class's own step(), of which the library knows nothing."""

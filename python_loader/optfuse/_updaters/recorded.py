@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -22,9 +21,8 @@ from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._library.default_device import DefaultDevice
 from optfuse._own_step.noted import Noted
-from optfuse._own_step.twin import own_attributes
+from optfuse._own_step.twin import own_attributes, shared_state
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
-from optfuse._rules import ROWS, AnyRule
 from optfuse._shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
@@ -64,14 +62,6 @@ def _count_references() -> tuple[int, int]:
 _ALONE, _IN_A_LIST = _count_references()
 
 
-@dataclass(frozen=True)
-class RecordedRule(AnyRule):
-    """That of a class whose step() is recorded."""
-
-
-RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
-
-
 class Recorded(Updater):
     """By the class's own step(), once for all parameters."""
 
@@ -86,6 +76,7 @@ class Recorded(Updater):
         self._result: Any = None
         self._complained = False
         self._default_device = DefaultDevice()  # of the last step() that was watched
+        self._records = of_plan.options.recorded
         self.passes_ahead = 0  # backward passes at whose first gradient step() has run
 
     def why_left(self) -> str:
@@ -94,6 +85,8 @@ class Recorded(Updater):
         return why
 
     def described(self) -> str:
+        if not self._records:
+            return "its step() is called as it is"
         why = self.why_left()
         left = f"; now backward() leaves all to it, since it {why}" if why else ""
         times = "once" if self.passes_ahead == 1 else f"{self.passes_ahead} times"
@@ -152,7 +145,7 @@ class Recorded(Updater):
         self._default_device = DefaultDevice()
         step, args = self._stock.step, (optimizer, *args)
         with _as_stock(optimizer, self._stock):
-            if addresses_are_noted():  # which tensors without numbers don't have
+            if not self._records or addresses_are_noted():  # which tensors without numbers lack
                 self._result = step(*args, **kwargs)
                 torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
                 return
@@ -243,21 +236,17 @@ class Run:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = _Snapshot(optimizer)
+        own = own_attributes(optimizer.__dict__) | shared_state(optimizer)
+        self._there = list(tensors_in([own, optimizer.param_groups]))  # others step() makes
         self.dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
 
     def hide(self, optimizer: Optimizer, stock: type[Optimizer], plan: int) -> None:
         """step() has run."""
         self._after = _Snapshot(optimizer)
         self._before.restore(optimizer, self._after)
-        held = {
-            name: tensors
-            for name, value in own_attributes(optimizer.__dict__).items()
-            if (tensors := list(tensors_in([value])))
-        }
-        known = set(map(id, torch.ops.optfuse.tensors_ahead(plan) if held else ()))
-        # The library looks at those that updates use.
-        used = [name for name, its in held.items() if not known.isdisjoint(map(id, its))]
-        self.noted = Noted(optimizer, stock, used)
+        written = [*parameters_of(optimizer), *torch.ops.optfuse.tensors_ahead(plan)]
+        only_read = set(map(id, self._there)).difference(map(id, written))
+        self.noted = Noted(optimizer, stock, lambda tensor: id(tensor) not in only_read)
 
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)

@@ -15,7 +15,6 @@ from optfuse._own_step.noted import Noted
 from optfuse._own_step.settings import Promise
 from optfuse._own_step.twin import step_of
 from optfuse._rules import Rule
-from optfuse._traced.updates import Traced
 from optfuse._trials.rule_choice import FuseBy, rule_of
 from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters.slots import Groups, Slots
@@ -43,13 +42,10 @@ class Updater:
     two calls, so that it keeps none of them alive."""
 
     promise: Promise | None  # what the class does beside updating parameters
-    traced: Traced | None = None  # the programs of a traced class
     gpu_bits_differ: tuple[str, ...] = ()  # kinds of parameters, found since fuse()
-    own_step_because: tuple[str, ...] = ()  # why updates are the class's own step()
     counts_together = False  # step() advances the counters of all parameters at once
     is_untried = False  # prepare() has to try updates of state that it was told of
     asks = True  # begin() and end() have something to do
-    has_no_options = False  # updates don't read the numbers of groups
     tells_state = True  # by tell_entry()
     may_share_state = False  # two parameters may have a tensor of their state in common
 
@@ -140,10 +136,6 @@ class Updater:
         return None
 
     # ---- a step
-
-    def holds_counters(self) -> bool:
-        """Whether numbers in the state are what the last step left. False: nobody knows."""
-        return False
 
     def begin(
         self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool

@@ -9,8 +9,8 @@ import copy
 
 import numpy
 import pytest
+import style_classes
 import torch
-import traced_classes
 from common import (
     adamw,
     assert_same,
@@ -55,8 +55,8 @@ MAKERS = {
     "own step()": Tensors,
     "own step(), numbers": Numbers,
     "own step(), new tensors": NewTensors,
-    "traced, a number counts": traced_classes.AdaBelief,
-    "traced, a tensor counts": traced_classes.TensorCounter,
+    "recorded, a number counts": style_classes.AdaBelief,
+    "recorded, a tensor counts": style_classes.TensorCounter,
 }
 every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -212,7 +212,7 @@ def test_a_late_change_is_refused_and_training_goes_on(make, change):
     of = change(optimizer)
     updated = weights(model)
     message = refused(optimizer.step, LATE, "after step()", "The update stands")
-    if make in (traced_classes.AdaBelief, traced_classes.TensorCounter) and "params" in message:
+    if make in (style_classes.AdaBelief, style_classes.TensorCounter) and "params" in message:
         of = "param_groups"  # its counters advance together
     assert of in message, message
     assert_same("weights after the error", weights(model), updated)
@@ -304,7 +304,7 @@ class ByName(Tensors):
 
 
 @pytest.mark.parametrize("is_option", (False, True))
-@pytest.mark.parametrize("make", (Tensors, Counter, traced_classes.AdaBelief))
+@pytest.mark.parametrize("make", (Tensors, Counter, style_classes.AdaBelief))
 def test_notes_of_a_script_are_nobodys_business(make, is_option):
     """Names that the class's code does not have."""
 
@@ -373,7 +373,7 @@ def test_a_change_before_the_groups_are_told_anew_is_kept():
 @every_maker
 def test_a_change_after_the_groups_are_told_anew_is_seen(make):
     model, optimizer = begun(make)
-    with contextlib.suppress(optfuse.Error):  # of a traced class: nothing was added
+    with contextlib.suppress(optfuse.Error):  # of a recorded class: nothing was added
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     of = every_value_replaced(optimizer)
     refused(optimizer.step, LATE, of)
@@ -401,22 +401,6 @@ def test_a_change_between_two_passes_of_a_step():
     refused(two.sum().backward, LATE, "the state of parameter 0 of group 0")
     refused(optimizer.step, LATE, "the state of parameter 0 of group 0")
     optimizer.step()
-
-
-def test_late_state_of_an_update_that_a_traced_class_leaves_to_step():
-    """Its program was made in backward()."""
-    one, two = (nn.Parameter(torch.ones(4)) for _ in range(2))
-    optimizer = optfuse.fuse(traced_classes.AdaBelief([one, two]), mode="backward", recorded=False)
-    held = []
-    two.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
-    for i in range(3):
-        optimizer.zero_grad()
-        held.clear()
-        (one.square().sum() + two.square().sum()).backward()
-        if i == 2:
-            optimizer.state[two]["exp_avg"] = torch.zeros(4)
-            refused(optimizer.step, LATE, "state['exp_avg'] of parameter 1 of group 0")
-        optimizer.step()
 
 
 def weight_of_dtensor(optimizer):
@@ -512,8 +496,8 @@ EQUAL = {
 @every_maker
 def test_what_step_would_not_see_is_equal(make, name):
     change, back = EQUAL[name]
-    is_traced = make in (traced_classes.AdaBelief, traced_classes.TensorCounter)
-    if name == "groups in another order" and is_traced:
+    is_recorded = make in (style_classes.AdaBelief, style_classes.TensorCounter)
+    if name == "groups in another order" and is_recorded:
         pytest.skip("refused: its counters advance together")
     if name == "a key of others" and make not in (adamw, sgd, RMSprop):
         pytest.skip("refused: its step() could read the key")
@@ -537,10 +521,10 @@ def test_what_step_would_not_see_is_equal(make, name):
 
 
 @pytest.mark.parametrize("note", (1, None, object()), ids=("a number", "None", "an object"))
-def test_a_note_in_the_state_of_a_traced_class_is_refused(note):
+def test_a_note_in_the_state_of_a_recorded_class_is_refused(note):
     """Its step() could read the key."""
     model = net()
-    optimizer = optfuse.fuse(traced_classes.AdaBelief(model.parameters()), mode="backward")
+    optimizer = optfuse.fuse(style_classes.AdaBelief(model.parameters()), mode="backward")
     for i in range(5):
         optimizer.zero_grad()
         loss_of(model, i).backward()

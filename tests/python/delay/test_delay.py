@@ -136,7 +136,8 @@ def test_no_delay_is_plain_training(optimizer):
     train(plain, stock, shape, range(STEPS))
     check(model.parameters(), plain.parameters())
     assert optfuse.summary(opt).delayed == 0
-    assert optfuse.summary(opt).at_use > 0  # left pending, as without a delay
+    # Left pending, as without a delay, but for what is recorded.
+    assert (optfuse.summary(opt).at_use > 0) == (optimizer != "adafactor")
 
 
 def test_largest_stable_rate():

@@ -6,7 +6,6 @@ import math
 import weakref
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from common import adamw, same
@@ -21,6 +20,14 @@ from fsdp_models import (
     training,
 )
 from ranks import STEPS, scenario_of
+from style_classes import (
+    AdaBelief,
+    ByShape,
+    Replaces,
+    TensorCounter,
+    TrustRatio,
+    WritesGradient,
+)
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,14 +37,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-from traced_classes import (
-    AdaBelief,
-    ByShape,
-    Replaces,
-    TensorCounter,
-    TrustRatio,
-    WritesGradient,
-)
 
 import optfuse
 
@@ -69,48 +68,6 @@ def option(mode, options):
 
 
 CLASSES = (AdaBelief, TensorCounter, Replaces, ByShape, WritesGradient)
-
-
-@scenario("forward", "backward", **{cls.__name__: {"cls": cls} for cls in CLASSES})
-def traced(mode, cls):
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(cls(model.parameters()))
-        yield from training(model, optimizer)
-        is_traced(optimizer, mode)
-
-    same(script, mode, recorded=False)
-
-
-def is_traced(optimizer, mode):
-    if hasattr(optimizer, "_optfuse_link"):
-        summary = optfuse.summary(optimizer)
-        assert not summary.own_step_because, summary
-        assert mode == "backward" or summary.at_use + summary.at_close > summary.created // 2
-
-
-@scenario("forward")
-def not_traced(_):
-    """A norm of a part is not the norm of the whole."""
-    optimizer = TrustRatio(shard(Net()).parameters())
-    with pytest.raises(optfuse.Error, match="of a DTensor parameter they would see this process"):
-        optfuse.fuse(optimizer, recorded=False)
-    assert optimizer.state == {}
-
-
-class NotForDTensors(AdaBelief):
-    def update(self, p, grad, state, group):
-        assert not isinstance(p, DTensor)
-        super().update(p, grad, state, group)
-
-
-@scenario("forward")
-def not_for_dtensors(_):
-    """Without DTensors among its copies the trial would find nothing."""
-    optimizer = NotForDTensors(shard(Net()).parameters())
-    with pytest.raises(optfuse.Error, match="it raises AssertionError"):
-        optfuse.fuse(optimizer, recorded=False)
-    assert optimizer.state == {}
 
 
 @scenario("forward", "backward", **{cls.__name__: {"cls": cls} for cls in (*CLASSES, TrustRatio)})

@@ -9,8 +9,8 @@ SCRIPTS = "fsdp_scripts"
 
 @ranks.by(
     fsdp_scripts.SCENARIOS,
-    three=["option plain forward", "option plain backward", "traced ByShape backward"],
-    four=["hybrid forward", "hybrid backward", "traced TensorCounter forward"],
+    three=["option plain forward", "option plain backward", "recorded ByShape backward"],
+    four=["hybrid forward", "hybrid backward", "recorded TensorCounter forward"],
 )
 def test_training_is_as_in_stock(world, scenario, played):
     assert played is None, played

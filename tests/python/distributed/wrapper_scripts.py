@@ -12,8 +12,6 @@ from ranks import LONG, STEPS
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import optfuse
-
 
 def zero_of(wrap, views):
     """A model and what updates it: each rank its own part of the parameters."""
@@ -87,25 +85,9 @@ def local_sgd(fused_before):
     same(script)
 
 
-def zero_over_ddp_is_refused():
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = Net()
-    zero = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=1e-2
-    )
-    try:
-        optfuse.fuse(zero, recorded=False)  # as on GPUs: PyTorch has no such hook for others
-    except optfuse.Error as error:
-        assert "overlap_with_ddp=False" in str(error), str(error)
-    else:
-        raise AssertionError("fuse() took an optimizer that steps in DDP's hook")
-
-
 SCENARIOS = {
     "zero": functools.partial(zero, False),
     "zero views": functools.partial(zero, True),
-    "zero overlapped": zero_over_ddp_is_refused,
     "local sgd": functools.partial(local_sgd, False),
     "local sgd, fused before": functools.partial(local_sgd, True),
 }

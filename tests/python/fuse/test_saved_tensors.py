@@ -5,8 +5,8 @@ has saved, whatever step() has made of them since."""
 import pytest
 import torch
 from common import adamw, batch, everything, net, refused, same, sgd
+from style_classes import AdaBelief
 from torch.autograd.graph import allow_mutation_on_saved_tensors
-from traced_classes import AdaBelief
 
 import optfuse
 

@@ -24,7 +24,6 @@ from guard_scenarios import (  # noqa: F401
     promises,
     recorded,
     reordering,
-    traced,
 )
 from guard_scenarios.player import play
 from guard_scenarios.registry import SCENARIOS

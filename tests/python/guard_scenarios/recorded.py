@@ -11,7 +11,7 @@ from test_backward import Script, check, plain, slower
 from test_recorded import World, compare, only_steps
 
 import optfuse
-from guard_scenarios.registry import guards
+from guard_scenarios.registry import guards, must_raise
 
 
 def has_stocks_bits(cls):
@@ -156,3 +156,16 @@ class Shares(Base):
 @guards("ahead_unexpected")
 def a_gradient_that_does_not_come_is_refused():
     check(Shares, ["plain", "plain", "plain", "undefined", "plain"], seed=3)
+
+
+@guards("late_values")
+def a_rate_written_through_data_after_backward_is_not_ignored():
+    param, rate = torch.nn.Parameter(torch.ones(4)), torch.tensor(0.1)
+    optimizer = optfuse.fuse(KINDS["Elementwise"]([param], lr=rate), "backward")
+    for i in range(3):
+        optimizer.zero_grad()
+        param.sum().backward()
+        if i == 2:
+            rate.data.mul_(0.5)
+            must_raise(optimizer.step, "step() with another learning rate than backward used")
+        optimizer.step()

@@ -70,8 +70,6 @@ OUT_OF_REACH = {
         "programs with it off have raised for other reasons so far; its scenario shows it",
     ),
     "groups": "step() refuses late changes of groups by themselves; its scenario shows it",
-    "elements": "it is about traced classes; programs have those of torch.optim",
-    "looks": "it is about traced and registered classes",
     **dict.fromkeys(
         ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"
     ),
@@ -84,11 +82,8 @@ OUT_OF_REACH = {
     "nested": "a pass that is counted twice updates too early, and the next one raises",
     "interrupts": "programs are not interrupted; tests/python/process/test_interrupts.py does that",
     "gil": "it prevents a deadlock of two threads; a program has one at a time",
-    "independent": "it is about classes; programs have those of torch.optim",
-    "traced_bits": "it is about classes; programs have those of torch.optim",
     "graphs": "a graph of the tests' own replays here; programs have none",
     "buffer": "programs have no gradients in memory that they know by another name",
-    "reach": "it is about registered classes; programs have those of torch.optim",
     **{
         name: "it is about what a class does in step()"
         for name in SCENARIOS
@@ -97,8 +92,7 @@ OUT_OF_REACH = {
     **dict.fromkeys(
         ("shared_state", "early_state"), "programs give no optimizer the state of another one"
     ),
-    "late_values": "it is about registered classes; programs have those of torch.optim",
-    "untouched": "it is about registered classes; programs have those of torch.optim",
+    "late_values": "it is about recorded classes; programs have those of torch.optim",
     "floating": "programs never flush denormals",
     "strides": "programs with 16 bits have Adam and AdamW only",
     "apart": "a gradient that is its weight is rare, and shows after some updates only",

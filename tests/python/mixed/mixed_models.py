@@ -4,10 +4,10 @@
 import torch
 from own_classes import Counter as CountsInAttribute
 from own_classes import GroupCounter, NewTensors, Numbers, Stateless, Tensors
+from style_classes import AdaBelief, SignOfAverage
 from torch import nn, optim
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
-from traced_classes import AdaBelief, SignOfAverage
 
 import optfuse
 

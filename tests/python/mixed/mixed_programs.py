@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Random training in which features meet that have tests of their own elsewhere: promised
-gradients, orders of backward, averages, clipping, traced and registered classes, checkpoints,
+gradients, orders of backward, averages, clipping, recorded and registered classes, checkpoints,
 functional calls, vmap, gradients of gradients, hooks, copies, fuse() and unfuse() in the middle.
 (hazard/ draws what a script does, one action after the other; here a step has a part of each kind.)
 Run as a script it plays many: python mixed_programs.py FIRST N."""

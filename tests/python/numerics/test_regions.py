@@ -12,9 +12,9 @@ import pytest
 import torch
 from common import adamw, batch, everything, python_ok, same, sgd
 from optim_classes import build
+from style_classes import AdaBelief
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from traced_classes import AdaBelief
 
 import optfuse
 

@@ -177,48 +177,14 @@ while came < ENOUGH:
 print(came, "of", iterations)
 """
 
-IN_STEP = """
-class Counting(torch.optim.Optimizer):
-    armed = False
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.01, "t": 0})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            group["t"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    if self.armed:
-                        type(self).armed = False
-                        signal.raise_signal(signal.SIGINT)
-                    self.state[p]["n"] = self.state[p].get("n", 0) + 1  # updates at once
-                    p.sub_(p.grad, alpha=group["lr"] / group["t"])
-
-optfuse.register(Counting)
-MAKE["counting"] = Counting
-pair, came = Pair("counting", "forward"), 0
-for i in range(4):
-    pair.loss(pair.ours, i).backward()
-    pair.follow(i)
-    Counting.armed = i == 1
-    try:
-        pair.fused.step()
-    except KeyboardInterrupt:
-        came += 1
-    pair.fused.zero_grad()
-pair.compare()
-print(came)
-"""
 
 KINDS = [(kind, "backward") for kind in ("adamw", "sgd", "adafactor", "registered")]
 
 
-@pytest.mark.parametrize("kind, mode", [*KINDS, ("registered", "forward")])
+@pytest.mark.parametrize("kind, mode", KINDS)
 def test_an_interrupt_at_each_line_of_what_we_run_in_python(kind, mode):
     code = AT_EACH_LINE.replace("KIND", repr((kind, mode)), 1)
-    done = python_ok(COMMON + code, OPTFUSE_RECORDED="0")  # else forward mode runs stock's lines
+    done = python_ok(COMMON + code)
     assert int(done) > 10, f"only {done} lines were tried"
 
 
@@ -227,7 +193,3 @@ def test_interrupts_at_random_moments_of_backward(kind):
     code = AT_RANDOM.replace("ENOUGH", "150", 1).replace("KIND", repr(kind), 1)
     done = python_ok(COMMON + code, timeout=600)
     assert int(done.split()[0]) >= 150, done
-
-
-def test_counters_advance_at_a_step_whose_updates_are_interrupted():
-    assert python_ok(COMMON + IN_STEP, OPTFUSE_RECORDED="0").strip() == "1"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Section traced: ten classes of another package, named before they were measured, by themselves
-(as made, with foreach=False and with foreach=True) and traced: step() and its updates, what one run
-of step() on stand-ins costs, whole iterations of three models, and memory. Then classes of
-torch.optim that have a rule, by that rule and, as a subclass, traced.
+"""Section recorded: ten classes of another package, named before they were measured, by themselves
+(as made, with foreach=False and with foreach=True) and recorded: step() in forward mode, whole
+iterations of three models in both modes, and memory. Then classes of torch.optim that have a rule,
+by that rule and, as a subclass, recorded.
 
     python -m pip install --target DIR pytorch_optimizer
-    benchmarks/run --section traced --packages DIR"""
+    benchmarks/run --section recorded --packages DIR"""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from torch.optim import AdamW, Optimizer
 import optfuse
 from optfuse._ab.result import Interval, median_interval
 from optfuse._ab.variants import with_flags
-from optfuse._link import link_of
 
 PACKAGE = "pytorch_optimizer"
 NAMES = ("AdaBelief", "Lion", "Yogi", "AdaMod", "AdaBound", "ADOPT", "RAdam", "Tiger", "PNM")
@@ -41,7 +40,7 @@ TRAINED = {"MobileNetV2": 1, "MLP-200x64": 8, "GPT": 1}  # and batches
 SECONDS = 4.0  # of whole iterations
 Wrap = Callable[[Optimizer], Optimizer]
 WAYS: dict[str, Wrap] = {
-    "traced": partial(optfuse.fuse, recorded=False),
+    "recorded": optfuse.fuse,
     "own": lambda optimizer: optimizer,
     "loop": partial(with_flags, foreach=False),
     "foreach": partial(with_flags, foreach=True),
@@ -80,32 +79,11 @@ def seconds(optimizer: Optimizer, grads: list[Tensor], params: list[nn.Parameter
     return time.perf_counter() - began
 
 
-def guide_ms(optimizer: Optimizer, params: list[nn.Parameter]) -> float:
-    """One run of step() on stand-ins and what belongs to it, in steps that find all as it was."""
-    traced: Any = link_of(optimizer).traced
-    grads = [torch.randn_like(param) for param in params]
-    begin, found = traced.begin, []
-
-    def timed(*args: Any) -> None:
-        began = time.perf_counter()
-        begin(*args)
-        found.append(1e3 * (time.perf_counter() - began) / max(1, traced.guides))
-
-    traced.begin = timed
-    for _ in range(20):
-        seconds(optimizer, grads, params)
-    del traced.begin
-    return median_interval(found).median
-
-
 Made = Callable[[list[nn.Parameter]], Optimizer]
 
 
-def times(
-    made: dict[str, Made], of: str, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, Optimizer], list[nn.Parameter]]:
-    """Milliseconds of step() and its updates, of several optimizers in turn; the optimizers, and
-    the parameters of the first one."""
+def times(made: dict[str, Made], of: str, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of step() and its updates, of several optimizers in turn."""
     torch.manual_seed(0)
     values = [torch.randn(shape) for shape in shapes(of, rounds < 3)]
     grads = [torch.randn_like(value) for value in values]
@@ -115,7 +93,7 @@ def times(
     for turn in range(2 + rounds):
         for name in list(made)[:: 1 if turn % 2 else -1]:
             found[name].append(1e3 * seconds(optimizers[name], grads, params[name]))
-    return {name: row[2:] for name, row in found.items()}, optimizers, params[next(iter(made))]
+    return {name: row[2:] for name, row in found.items()}
 
 
 def ratio(a: list[float], b: list[float]) -> Interval:
@@ -139,17 +117,13 @@ def _make(cls: Any, wrap: Wrap, params: list[nn.Parameter]) -> Optimizer:
 
 
 def updates(cls: type[Optimizer], of: str, smoke: bool) -> dict[str, Any]:
-    """How many times as fast the traced step() is as the others."""
-    ms, optimizers, params = times(ways_of(cls), of, 2 if smoke else ROUNDS[of])
+    """How many times as fast the recorded step() is as the others."""
+    ms = times(ways_of(cls), of, 2 if smoke else ROUNDS[of])
     row: dict[str, Any] = {f"{name}_ms": median_interval(ms[name]).median for name in ms}
-    gains = {name: ratio(ms[name], ms["traced"]) for name in ms if name != "traced"}
-    row |= {f"{name} / traced": shown(gain) for name, gain in gains.items()}
-    row["guide_ms"] = guide_ms(optimizers["traced"], params)
+    gains = {name: ratio(ms[name], ms["recorded"]) for name in ms if name != "recorded"}
+    row |= {f"{name} / recorded": shown(gain) for name, gain in gains.items()}
     others = ", ".join(f"{gain} {name}" for name, gain in gains.items())
-    print(
-        f"  {cls.__name__:12}{row['traced_ms']:9.2f} ms traced, times as fast as: {others}; "
-        f"a guide {row['guide_ms']:.2f} ms"
-    )
+    print(f"  {cls.__name__:12}{row['recorded_ms']:9.2f} ms recorded, times as fast as: {others}")
     return row
 
 
@@ -168,7 +142,7 @@ def trained(cls: type[Optimizer], cell: Cell, smoke: bool) -> dict[str, Any]:
     variants: dict[str, Wrap] = {
         "default": WAYS["own"],
         "backward": partial(optfuse.fuse, mode="backward"),
-        "forward": WAYS["traced"],
+        "forward": WAYS["recorded"],
     }
     found = optfuse.ab(
         build,
@@ -186,11 +160,11 @@ def trained(cls: type[Optimizer], cell: Cell, smoke: bool) -> dict[str, Any]:
     return {mode: shown(rows[mode].speed) for mode in ("backward", "forward")}
 
 
-def peak_mb(package: str, name: str, of: str, is_traced: bool, smoke: bool) -> float:
+def peak_mb(package: str, name: str, of: str, is_recorded: bool, smoke: bool) -> float:
     """The peak memory of a process that takes three steps, above what there is before the first."""
     cls = classes(smoke)[name]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes(of, smoke)]
-    optimizer = WAYS["traced" if is_traced else "own"](cls(params, lr=1e-3))  # type: ignore[call-arg]
+    optimizer = WAYS["recorded" if is_recorded else "own"](cls(params, lr=1e-3))  # type: ignore[call-arg]
     grads = [torch.randn_like(p) for p in params]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _most_mb()
@@ -208,30 +182,32 @@ def _most_mb() -> float:
 def memory(name: str, smoke: bool) -> dict[str, float]:
     """In processes of their own."""
     found = {}
-    for way, is_traced in (("own", False), ("traced", True)):
+    for way, is_recorded in (("own", False), ("recorded", True)):
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context, initializer=sys.path.extend,
                                  initargs=(sys.path,)) as pool:  # fmt: skip
             of = "20 x 1,000,000"
-            found[f"{way}_mb"] = pool.submit(peak_mb, PACKAGE, name, of, is_traced, smoke).result()
-    print(f"  {name:12} {found['own_mb']:.0f} MB by itself, {found['traced_mb']:.0f} traced")
+            found[f"{way}_mb"] = pool.submit(
+                peak_mb, PACKAGE, name, of, is_recorded, smoke
+            ).result()
+    print(f"  {name:12} {found['own_mb']:.0f} MB by itself, {found['recorded_mb']:.0f} recorded")
     return found
 
 
 def ruled(name: str, of: str, smoke: bool) -> dict[str, Any]:
-    """A class of torch.optim by its rule, and a subclass of it, which has none, traced."""
+    """A class of torch.optim by its rule, and a subclass of it, which has none, recorded."""
     cls: Any = getattr(torch.optim, name)
     made = {
         "rule": lambda params: optfuse.fuse(cls(params, lr=1e-3, foreach=False)),
-        "traced": lambda params: optfuse.fuse(
-            type(name, (cls,), {})(params, lr=1e-3, foreach=False), recorded=False
+        "recorded": lambda params: optfuse.fuse(
+            type(name, (cls,), {})(params, lr=1e-3, foreach=False)
         ),
     }
-    ms, *_ = times(made, of, 2 if smoke else ROUNDS[of])
-    gain = ratio(ms["traced"], ms["rule"])
+    ms = times(made, of, 2 if smoke else ROUNDS[of])
+    gain = ratio(ms["recorded"], ms["rule"])
     row = {f"{way}_ms": median_interval(ms[way]).median for way in made}
-    print(f"  {name:12} {row['rule_ms']:.2f} ms by its rule, {gain} times as fast as traced")
-    return row | {"traced / rule": shown(gain)}
+    print(f"  {name:12} {row['rule_ms']:.2f} ms by its rule, {gain} times as fast as recorded")
+    return row | {"recorded / rule": shown(gain)}
 
 
 def section(chosen: Any) -> dict[str, Any]:
@@ -241,7 +217,7 @@ def section(chosen: Any) -> dict[str, Any]:
     for of in ROUNDS:
         print(f"{of}, {torch.get_num_threads()} threads:")
         rows = {name: updates(cls, of, smoke) for name, cls in known.items()}
-        gains = [row["own / traced"][0] for row in rows.values()]
+        gains = [row["own / recorded"][0] for row in rows.values()]
         middle = median_interval(gains).median
         print(f"  median of the classes: {middle:.2f} times as fast")
         found["updates"][of] = {"median gain": middle, "classes": rows}
@@ -253,7 +229,7 @@ def section(chosen: Any) -> dict[str, Any]:
     print("peak memory of steps, 20 x 1,000,000:")
     found["memory"] = {name: memory(name, smoke) for name in known}
     for of in ("20 x 1,000,000", "MobileNetV2"):
-        print(f"torch.optim by rules and traced, {of}:")
+        print(f"torch.optim by rules and recorded, {of}:")
         found["rules"][of] = {
             name: ruled(name, of, smoke) for name in RULED[: 1 if smoke else None]
         }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Classes without a rule: milliseconds of a step by the class itself and by ours with its
-updates, host and GPU together, one after the other in each round, and of our updates on the GPU
-alone; and that both have the same bits after it.
+"""Classes without kernels: milliseconds of a step() by the class itself and recorded, host and GPU
+together, one after the other in each round, and of a recorded one on the GPU alone; and that both
+have the same bits after it.
 
-    traced_times.py --device cuda"""
+    recorded_times.py --device cuda"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import harness
 import torch
 from bits import different
+from style_classes import AdaBelief, Foreach, SignOfAverage, TensorCounter
 from torch import Tensor
-from traced_classes import AdaBelief, Foreach, SignOfAverage, TensorCounter
 
 import optfuse
-from optfuse._link import link_of
+from optfuse import _recorded
 
 CLASSES: tuple[Any, ...] = (AdaBelief, SignOfAverage, Foreach, TensorCounter)
 Case = tuple[int, int, torch.dtype]  # parameters, elements of each
@@ -32,7 +32,7 @@ CASES: tuple[Case, ...] = (
 )
 TINY: tuple[Case, ...] = ((3, 50, torch.float32), (1, 1_000, torch.bfloat16))  # for a CPU
 WARM_UP, ROUNDS = 5, 12
-AHEAD = 20_000_000  # cycles for which the GPU waits: in them the host launches all updates
+AHEAD = 20_000_000  # cycles for which the GPU waits: in them the host launches all
 
 
 def params_of(case: Case, device: torch.device) -> list[torch.nn.Parameter]:
@@ -55,11 +55,11 @@ def milliseconds(run: Callable[[], object], api: Any) -> float:
 
 
 def on_the_gpu(optimizer: Any) -> float:
-    """Milliseconds of its pending updates on the GPU, without the host's part."""
+    """Milliseconds of its step() on the GPU, without the host's part."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(AHEAD)
     start.record()
-    optfuse.flush(optimizer)
+    optimizer.step()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
@@ -76,26 +76,15 @@ def measured(cls: Any, case: Case, device: torch.device) -> str:
     name = f"{count:,} x {n:,} {str(dtype).removeprefix('torch.')}"
     api = torch.get_device_module(device)
     own, ours = (cls(params_of(case, device)) for _ in range(2))
-    try:
-        optfuse.fuse(ours, recorded=False)
-    except optfuse.Error as error:  # operators may round otherwise on this GPU
-        return f"{name:24} {cls.__name__:14} {error}"
-
-    def step() -> None:
-        ours.step()
-        optfuse.flush(ours)
-
+    optfuse.fuse(ours)
     alone: list[float] = []
     times: list[tuple[float, float]] = []
     for _ in range(WARM_UP + ROUNDS):
-        times.append((milliseconds(own.step, api), milliseconds(step, api)))
-        own.step()
-        ours.step()
+        times.append((milliseconds(own.step, api), milliseconds(ours.step, api)))
+        assert _recorded.last_counts()["lines"], f"{cls.__name__} was not recorded"
         if device.type == "cuda":
             alone.append(on_the_gpu(ours))
-        optfuse.flush(ours)
-    traced: Any = link_of(ours).traced
-    assert traced is not None and not traced.untraced, f"{cls.__name__} ran by itself"
+            own.step()
     pairs = zip(tensors_of(ours), tensors_of(own), strict=True)
     assert not any(different(a, b) for a, b in pairs), f"{cls.__name__}: not stock's bits"
     columns = [*zip(*times[WARM_UP:], strict=True), *([alone[WARM_UP:]] if alone else [])]
@@ -106,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=harness.BOTH, default="cuda")
     chosen = parser.parse_args()
-    head = "".join(f" {name:>9}" for name in ("own", "traced", "GPU alone"))
+    head = "".join(f" {name:>9}" for name in ("own", "recorded", "GPU alone"))
     print(f"{'ms':39}{head}", flush=True)
     for case in CASES if chosen.device == "cuda" else TINY:
         for cls in CLASSES:
