@@ -84,7 +84,8 @@ class Compiler {
 
     void put_units(uint32_t i) {
         const Line &line = lines[i];
-        const bool is_list = line.known->of_lists && line.known->elementwise;
+        const bool is_list =
+            line.known->of_lists && line.known->elementwise && values[line.first].isList();
         const auto places = static_cast<uint32_t>(
             is_list ? values[line.first].toListRef().size() : 1);
         const size_t first = units.size();

@@ -387,7 +387,8 @@ std::optional<of_dtype> dtype_of(at::ScalarType type) {
 std::vector<Instruction> translate(const Line &line, uint32_t place,
                                    const std::vector<c10::IValue> &values,
                                    const Numbered &numbered) {
-    if (!line.known->may_fuse)
+    const bool is_of_places = !line.known->of_lists || values[line.first].isList();
+    if (!line.known->may_fuse || !is_of_places)
         return {};
     return Translation(line, place, values, numbered).run();
 }

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "device"))
 import fakecuda
 
 fakecuda.load()
+fakecuda.round_as_cuda()
 
 import harness  # noqa: E402 - the device must be there before optfuse is loaded
 import scenarios  # noqa: E402

@@ -4,8 +4,7 @@ operator of programs; which of them ran as programs is printed."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,21 +27,6 @@ LISTS = {name: lambda p, g, of=formula: of([p], [g])[0] for name, formula in CAL
 #: By name, of a parameter and its gradient.
 FORMULAS: dict[str, Any] = {**ELEMENTWISE, **LISTS}
 SIZES = (1, 37, 20_011)
-
-
-@contextlib.contextmanager
-def cuda_roundings(on: On) -> Iterator[None]:
-    """Also of PyTorch's operators where a CPU plays the GPU."""
-    if on.is_cuda:
-        yield
-        return
-    import fakecuda
-
-    fakecuda.round_as_cuda()
-    try:
-        yield
-    finally:
-        fakecuda.round_as_cuda(False)
 
 
 def said(optimizer: Any, mode: str) -> str:
@@ -117,8 +101,7 @@ def in_each_dtype(
     for dtype in DTYPES:
 
         def body(on: On, dtype: torch.dtype = dtype) -> None:
-            with cuda_roundings(on):
-                check(on, dtype)
+            check(on, dtype)
 
         body.__module__ = check.__module__  # by which scenarios have their parts
         name = str(dtype).removeprefix("torch.")

@@ -156,6 +156,19 @@ class Lists(Base):
 
 
 @kind
+class NumbersFirst(Base):
+    """An operator on lists whose first operand is none."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                rates = torch._foreach_pow(0.5, torch._foreach_abs([p.grad for p in params]))
+                torch._foreach_addcmul_(params, [p.grad for p in params], rates, -group["lr"])
+
+
+@kind
 class Looks(Base):
     """Python decides by numbers of tensors, and keeps them."""
 
