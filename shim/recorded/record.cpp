@@ -134,7 +134,7 @@ class Called {
         look_for_gpus(args(), n);
     }
 
-    // What runs on a GPU at once no stream puts in order with the lines.
+    // No stream puts in order with the lines what runs on a GPU at once.
     void look_for_gpus(const c10::IValue *values, size_t n_values) {
         const auto is_elsewhere = [](const at::Tensor &tensor) { return !is_gpu(tensor.device()); };
         if (tape->is_watched() && !each_tensor(values, n_values, is_elsewhere) &&

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a whole group, or the default device, decides of updates on a GPU that the CPU plays."""
+"""A whole group, or the default device, decides of updates on a GPU that the CPU plays."""
 
 import pytest
 import torch
