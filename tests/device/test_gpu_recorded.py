@@ -386,7 +386,7 @@ def test_a_step_that_reads_pending_weights_on_another_stream():
 
 # Backward mode
 
-#: Whose step() can run at a pass's first gradient, wherever the parameters are.
+#: Classes whose step() can run at a pass's first gradient, wherever the parameters are.
 AHEAD = ("Elementwise", "Lists", "Norms", "Masks", "Views", "OldStyle", "Gathers", "Capturable",
          "CapturableLists", "WideStrides", "Replaces")  # fmt: skip
 
