@@ -62,20 +62,6 @@ of_norm_fn *of_norm_find(size_t order, of_isa isa) {
     return norms[order][best];
 }
 
-#define OF_DECLARE_SUMS(dtype, code, isa, isa_code) of_sum_fn of_sums_##dtype##_##isa;
-#define OF_SUMS_ROW(dtype, code, isa, isa_code) [code][isa_code] = of_sums_##dtype##_##isa,
-
-OF_SCALES(OF_DECLARE_SUMS)
-
-static of_sum_fn *const sums[OF_DTYPE_COUNT][OF_ISA_COUNT] = {OF_SCALES(OF_SUMS_ROW)};
-
-of_sum_fn *of_sum_find(of_dtype dtype, of_isa isa) {
-    size_t best = (size_t)isa;
-    while (!sums[dtype][best])
-        best--;
-    return sums[dtype][best];
-}
-
 of_largest_fn of_largest_c, of_largest_baseline;
 OF_AVX2(of_largest_fn of_largest_avx2;)
 OF_AVX512(of_largest_fn of_largest_avx512;)

@@ -103,18 +103,6 @@ ConstTensors their_gradients(const std::vector<GradientOf> &of) {
     return all;
 }
 
-// The norms, of tensors of one dtype, of which that of all is made; the infinity-norm is one.
-std::optional<std::vector<double>> norms_of_alike(const ConstTensors &of, double norm_type) {
-    if (norm_type == std::numeric_limits<double>::infinity()) {
-        const std::optional<at::Tensor> found = largest(of);
-        return found ? std::optional(std::vector{found->item<double>()}) : std::nullopt;
-    }
-    if (norm_type != 2 || of[0]->scalar_type() != at::kFloat)
-        return norms_by_sums(of, norm_type == 2 ? OF_SQUARES : OF_MAGNITUDES);
-    const std::optional<std::vector<float>> found = norms(of);
-    return found ? std::optional(std::vector<double>(found->begin(), found->end())) : std::nullopt;
-}
-
 // As PyTorch's operators round each of its steps.
 template <typename Number> Number factor_in(double max_norm, Number norm, Language language) {
     const Number most = static_cast<Number>(max_norm), least = static_cast<Number>(1e-6);
@@ -137,30 +125,35 @@ at::Tensor factor_of(double max_norm, const at::Tensor &norm, Language language)
     return at::clamp(factor, std::nullopt, 1.0);
 }
 
+std::optional<at::Tensor> root_of_all(const ConstTensors &tensors) {
+    const auto found = norms(tensors);
+    if (!found)
+        return std::nullopt;
+    const at::Tensor all = at::empty({static_cast<int64_t>(found->size())}, at::kFloat);
+    std::copy(found->begin(), found->end(), all.mutable_data_ptr<float>());
+    const auto norm = norms({&all});
+    return norm ? std::optional(at::scalar_tensor(norm->at(0), at::kFloat)) : std::nullopt;
+}
+
+std::optional<at::Tensor> largest_of_all(const ConstTensors &tensors) {
+    double most = 0;
+    for (const ConstTensors &group : by_dtype(tensors)) {
+        const std::optional<at::Tensor> found = largest(group);
+        if (!found)
+            return std::nullopt;
+        const double its = found->item<double>();
+        most = std::isnan(most) || its <= most ? most : its;
+    }
+    return at::scalar_tensor(most, widest(tensors));
+}
+
 } // namespace
 
 std::optional<at::Tensor> total_norm(const ConstTensors &tensors, double norm_type) {
-    const bool is_ours =
-        norm_type == 2 || norm_type == 1 || norm_type == std::numeric_limits<double>::infinity();
-    if (!is_ours || tensors.empty())
-        return std::nullopt;
-    std::vector<double> norms;
-    for (const ConstTensors &group : by_dtype(tensors)) {
-        const auto found = norms_of_alike(group, norm_type);
-        if (!found)
-            return std::nullopt;
-        norms.insert(norms.end(), found->begin(), found->end());
-    }
-    const at::ScalarType dtype = widest(tensors);
-    const at::Tensor all = at::empty({static_cast<int64_t>(norms.size())}, dtype);
-    for (size_t i = 0; i < norms.size(); i++)
-        put_number(all, i, norms[i]);
-    const auto found = norms_of_alike({&all}, norm_type);
-    if (!found)
-        return std::nullopt;
-    at::Tensor norm = at::empty({}, dtype);
-    put_number(norm, 0, found->at(0));
-    return norm;
+    if (norm_type == 2 && !tensors.empty())
+        return root_of_all(tensors);
+    const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
+    return is_largest && !tensors.empty() ? largest_of_all(tensors) : std::nullopt;
 }
 
 std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double max_norm,

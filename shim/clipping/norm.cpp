@@ -58,19 +58,14 @@ void find_norms(std::vector<of_norm> &items, of_norm_fn *norm) {
     spread(items, norm);
 }
 
-void set_threads_as_norms(const std::vector<const at::Tensor *> &of, of_terms terms) {
-    const bool is_in_vectors = terms == OF_SQUARES && of[0]->scalar_type() != at::kHalf;
-    for (const at::Tensor *tensor : of)
-        set_threads_as_operators(tensor->numel(), is_in_vectors ? kSquaresSharedOut : kSharedOut);
-}
-
 std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of) {
     std::vector<float> values(of.size());
     std::vector<of_norm> items;
     std::vector<size_t> places;
     if (of.empty() || !std::all_of(of.begin(), of.end(), [](auto *t) { return can_square(*t); }))
         return std::nullopt;
-    set_threads_as_norms(of, OF_SQUARES);
+    for (const at::Tensor *tensor : of)
+        set_threads_as_operators(tensor->numel(), kSquaresSharedOut);
     if (!norms_are_torchs())
         return std::nullopt;
     items.reserve(of.size());
@@ -89,6 +84,8 @@ std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &o
     return values;
 }
 
+namespace {
+
 bool are_read_alike(const std::vector<const at::Tensor *> &of, of_dtype *dtype) {
     const auto is_one = [&](const at::Tensor *t) {
         return can_read(*t) && t->dtype() == of[0]->dtype() &&
@@ -97,8 +94,6 @@ bool are_read_alike(const std::vector<const at::Tensor *> &of, of_dtype *dtype) 
     };
     return !of.empty() && of_floating_now() == 0 && std::all_of(of.begin(), of.end(), is_one);
 }
-
-namespace {
 
 struct Piece {
     const char *numbers;
@@ -127,7 +122,8 @@ std::optional<at::Tensor> largest(const std::vector<const at::Tensor *> &of) {
     of_dtype dtype;
     if (!are_read_alike(of, &dtype))
         return std::nullopt;
-    set_threads_as_norms(of, OF_MAGNITUDES);
+    for (const at::Tensor *tensor : of)
+        set_threads_as_operators(tensor->numel(), kSharedOut);
     const size_t bytes = of[0]->dtype().itemsize();
     const std::vector<Piece> pieces = pieces_of(of, bytes);
     std::vector<char> found(pieces.size() * bytes);

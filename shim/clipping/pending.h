@@ -38,15 +38,11 @@ int64_t wait_from(int64_t numel);
 extern const of_scaling_host scaling_host;
 
 // norm.cpp
-// As PyTorch's operator on tensors of one dtype that can be read here.
-void set_threads_as_norms(const std::vector<const at::Tensor *> &of, of_terms terms);
 // The 2-norms of float32 tensors; none if one of them can't be read here, or if norms_are_torchs()
 // says no.
 std::optional<std::vector<float>> norms(const std::vector<const at::Tensor *> &of);
-// Whether all can be read here, are of one dtype, *dtype, and wait for no factor; where denormal
-// numbers count as zeros PyTorch's operator sees to them.
-bool are_read_alike(const std::vector<const at::Tensor *> &of, of_dtype *dtype);
-// The infinity-norm of all; none if they are not read alike.
+// The infinity-norm of tensors of one dtype, which is its own; none if one can't be read here or waits
+// for a factor, and where denormal numbers count as zeros.
 std::optional<at::Tensor> largest(const std::vector<const at::Tensor *> &of);
 // scale_one() of all, with their norms; none, with nothing changed, if one of them can't be read
 // here or has a factor.
@@ -57,24 +53,6 @@ struct Unscaled {
 std::optional<Unscaled> unscale(const std::vector<GradientOf> &of, const at::Tensor &factor);
 // Norms of arrays, on all threads where that pays.
 void find_norms(std::vector<of_norm> &items, of_norm_fn *norm);
-
-// sums.cpp
-// Norms of tensors of one dtype, which is theirs; none if they are not read alike, of the 2-norm of
-// float32, and if no order of ours has the bits of PyTorch's operator.
-std::optional<std::vector<double>> norms_by_sums(const std::vector<const at::Tensor *> &of,
-                                                 of_terms terms);
-struct Array {
-    const void *at;
-    int64_t n;
-};
-std::vector<double> norms_of_arrays(const std::vector<Array> &of, of_dtype dtype, of_terms terms,
-                                    size_t rounded_by); // as of of_sum_fn
-void put_number(const at::Tensor &into, size_t i, double number);
-
-// sum_trial.cpp
-// The last argument of of_sum_fn with which sums have the bits of this PyTorch's on this CPU, with
-// as many threads; none: with none. Tried as norms_are_torchs().
-std::optional<size_t> rounded_in_order(of_dtype dtype, of_terms terms);
 
 // norm_trial.cpp
 // Whether our pass adds up squares in the order in which this PyTorch does on this CPU, with as
@@ -101,7 +79,7 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
 bool clip_value(const std::vector<at::Tensor> &params, double limit);
 std::optional<Unscaled> unscale_all(const std::vector<at::Tensor> &params,
                                     const at::Tensor &factor);
-// The 1-, 2- or infinity-norm of any tensors: none where the functions above have none.
+// The 2-norm of float32 tensors, or the infinity-norm of any: none where the functions above have none.
 std::optional<at::Tensor> total_norm(const std::vector<const at::Tensor *> &tensors,
                                      double norm_type);
 

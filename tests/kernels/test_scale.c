@@ -162,92 +162,6 @@ static double number_at(const unsigned char *at, of_dtype dtype) {
     }
 }
 
-static void put_number_at(unsigned char *at, of_dtype dtype, double number) {
-    const float single = (float)number;
-    const uint16_t narrow =
-        dtype == OF_BFLOAT16 ? of_bfloat16_narrow(single) : of_float16_narrow(single);
-    if (dtype == OF_FLOAT32)
-        memcpy(at, &single, sizeof single);
-    else if (dtype == OF_FLOAT64)
-        memcpy(at, &number, sizeof number);
-    else
-        memcpy(at, &narrow, sizeof narrow);
-}
-
-/* Sums as norm.h says, one number after the other, in the type of the computation. */
-static double add_in_type(of_dtype dtype, double a, double b) {
-    return dtype == OF_FLOAT64 ? a + b : (double)((float)a + (float)b);
-}
-
-static double add_square(of_dtype dtype, double sum, double x, bool fused) {
-    if (dtype == OF_FLOAT64)
-        return fused ? fma(x, x, sum) : sum + x * x;
-    const float single = (float)x, total = (float)sum;
-    return (double)(fused ? fmaf(single, single, total) : total + single * single);
-}
-
-static double sum_plainly(of_dtype dtype, const unsigned char *at, size_t n, of_terms terms,
-                          size_t rounded_by) {
-    const size_t size = of_dtype_size(dtype), vector = 32 / size;
-    const size_t n_lanes = dtype == OF_FLOAT64 ? 4 : 8;
-    const size_t whole = terms == OF_SQUARES && dtype != OF_FLOAT16 ? n / vector * vector : 0;
-    const size_t rounded = whole + (rounded_by ? (n - whole) / rounded_by * rounded_by : 0);
-    double lanes[8] = {0}, sum = 0.0;
-    for (size_t i = 0; i < whole; i++)
-        lanes[i % n_lanes] =
-            add_square(dtype, lanes[i % n_lanes], number_at(at + i * size, dtype), false);
-    for (size_t i = 0; i < n_lanes; i++)
-        sum = add_in_type(dtype, sum, lanes[i]);
-    for (size_t i = whole; i < n; i++) {
-        const double x = number_at(at + i * size, dtype);
-        sum = terms == OF_MAGNITUDES ? add_in_type(dtype, sum, fabs(x))
-                                     : add_square(dtype, sum, x, i >= rounded);
-    }
-    return sum;
-}
-
-/* Parts of one array, which ends at a guard page. */
-static bool sums_agree(of_dtype dtype, of_isa isa, arrays *a, bool special, uint64_t *random) {
-    enum { PARTS = 11 };
-    static const size_t by[] = {0, 1, 2, 4, 8};
-    const size_t n = 1 + random_next(random) % (random_next(random) % 4 ? 100 : MOST - 1);
-    const size_t parts = random_next(random) % (PARTS + 1), size = of_dtype_size(dtype);
-    const of_terms terms = (of_terms)(random_next(random) % OF_TERMS_COUNT);
-    const size_t rounded_by = by[random_next(random) % 5];
-    of_sum sums[PARTS], *all[PARTS];
-    arrays_place(a, dtype, n, 0, random);
-    arrays_fill(a, random);
-    for (size_t i = 0; i < n && !special; i++)
-        put_number_at(a->at[FROM] + i * size, dtype, random_real(random) * 2.0 - 1.0);
-    for (size_t i = 0; i < parts; i++) {
-        const size_t from = random_next(random) % (n + 1);
-        sums[i] = (of_sum){.numbers = a->at[FROM] + from * size, .n = n - from};
-        all[i] = &sums[i];
-    }
-    of_sum_find(dtype, isa)(all, parts, terms, rounded_by);
-    bool agree = arrays_intact(a);
-    for (size_t i = 0; i < parts; i++) {
-        const double plain = sum_plainly(dtype, sums[i].numbers, sums[i].n, terms, rounded_by);
-        agree = agree && (sums[i].sum == plain || (isnan(sums[i].sum) && isnan(plain)));
-    }
-    return agree;
-}
-
-START_TEST(sums_are_added_in_their_order) {
-    arrays a;
-    arrays_create(&a, MOST * sizeof(double));
-    for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
-        for (of_isa isa = OF_ISA_C; isa <= of_isa_detect(); isa++) {
-            uint64_t random = 17;
-            for (int i = 0; i < 2 * ROUNDS; i++)
-                ck_assert_msg(sums_agree((of_dtype)dtype, isa, &a, i % 3 == 0, &random),
-                              "%s, %s, round %d", of_dtype_name((of_dtype)dtype),
-                              of_isa_name(isa), i);
-        }
-    arrays_destroy(&a);
-}
-END_TEST
-
 /* Fills what is read; without infinities and NaN, if they are not `special`. Returns what fabs()
  * and comparisons find. */
 static double fill_and_find(arrays *a, bool special, uint64_t *random) {
@@ -292,7 +206,6 @@ int main(void) {
     tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
     tcase_add_test(rows, each_product_is_rounded_to_the_element_type);
     tcase_add_test(rows, every_norm_has_the_bits_of_the_c_one);
-    tcase_add_test(rows, sums_are_added_in_their_order);
     tcase_add_test(rows, the_largest_is_found_in_every_dtype);
     tcase_add_test(rows, there_is_a_row_for_every_dtype_and_isa);
     suite_add_tcase(suite, rows);

@@ -93,7 +93,6 @@ def test_a_patch_past_the_list_is_found(source: str) -> None:
 UNLISTED = {
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "a new name fails at the import",
     "torch.profiler._cupti_monitor.get_monitor": "only some releases have it; it is asked for",
-    "torch.utils._python_dispatch.TorchDispatchMode": "PyTorch's documentation names it",
 }
 
 

@@ -133,15 +133,15 @@ _WITH_GIL: _Prototypes = {
 }
 
 
-def _typed(library: ctypes.CDLL, prototypes: _Prototypes) -> ctypes.CDLL:
+def typed(library: ctypes.CDLL, prototypes: _Prototypes) -> ctypes.CDLL:
     for name, (result, arguments) in prototypes.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
 
 
-lib = _typed(load(), _PROTOTYPES)
-lib_with_gil = _typed(ctypes.PyDLL(lib._name, handle=lib._handle), _WITH_GIL)
+lib = typed(load(), _PROTOTYPES)
+lib_with_gil = typed(ctypes.PyDLL(lib._name, handle=lib._handle), _WITH_GIL)
 
 
 def message() -> str:
@@ -163,7 +163,7 @@ def flush(plan: int, drain: bool = False) -> bool:
 
 _SWITCHABLE = hasattr(lib, "of_guard_enabled")  # a look-up in vain takes microseconds
 if _SWITCHABLE:
-    _typed(lib, {"of_guard_enabled": (ctypes.c_bool, [ctypes.c_char_p])})
+    typed(lib, {"of_guard_enabled": (ctypes.c_bool, [ctypes.c_char_p])})
 
 
 def guard(name: str) -> bool:

@@ -498,7 +498,7 @@ def test_what_step_would_not_see_is_equal(make, name):
     change, back = EQUAL[name]
     is_recorded = make in (style_classes.AdaBelief, style_classes.TensorCounter)
     if name == "groups in another order" and is_recorded:
-        pytest.skip("refused: its counters advance together")
+        pytest.skip("refused: options are told by the place of their group")
     if name == "a key of others" and make not in (adamw, sgd, RMSprop):
         pytest.skip("refused: its step() could read the key")
 

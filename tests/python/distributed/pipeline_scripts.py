@@ -14,8 +14,9 @@ from ranks import scenario_of
 from torch import nn
 
 import optfuse
+from optfuse._layers.pipeline import planner
 from optfuse._layers.pipeline.flow import behind
-from optfuse._layers.pipeline.plan import STRATEGIES, SYNCHRONOUS, Place, _of
+from optfuse._layers.pipeline.plan import STRATEGIES, SYNCHRONOUS, Place, of_plan
 from optfuse.pipeline import Pipeline, plan
 
 SCENARIOS = {}
@@ -297,7 +298,7 @@ def replicated(model):
         for on, r in [(0, first)] * cut + [(first, 1)] * (len(made.places) - cut)
     ]
     of = replace(made, places=tuple(places))
-    return replace(of, delays=tuple(torch.ops.optfuse.delays_of_pipeline(*_of(of))))
+    return replace(of, delays=tuple(planner.delays(of_plan(of))))
 
 
 @scenario("pipedream_replicated")

@@ -40,7 +40,7 @@ WITH_KERNELS = [cls for cls, rule in _rules.RULES.items() if not rule.external]
 
 
 def updates_by(optimizer):
-    """Of one that is recorded by its step(), whatever runs the lines."""
+    """Its own step() if the class is recorded, whatever runs the lines."""
     if is_recorded(optimizer) or isinstance(link_of(optimizer).rule, _rules.RecordedRule):
         return {"own step()"}
     return set(optfuse.summary(optimizer).isa.values())

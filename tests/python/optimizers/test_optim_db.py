@@ -28,11 +28,8 @@ LOOK_AT = (5, 12, STEPS - 1)  # in between, updates stay pending until the next 
 MODES = ("forward", "backward")
 OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
-#: Refused where step() is not recorded, and why.
-NEVER = {
-    "LBFGS": "it evaluates the loss several times a step",
-    "SparseAdam": "it is for sparse gradients",
-}
+#: Without kernels for dense gradients that are there before step().
+RECORDED = ("LBFGS", "SparseAdam")
 #: Options, and what their refusal says.
 REFUSED = {
     "differentiable": "has differentiable=True, which has no fused CPU update",
@@ -61,24 +58,20 @@ COUNTS = {
     "Adamax": (18, 1, 10),
     "AdamW": (23, 0, 10),
     "ASGD": (21, 1, 12),
-    "LBFGS": (0, 0, 10),
     "Muon": (14, 0, 0),
     "NAdam": (23, 1, 11),
     "RAdam": (19, 0, 10),
     "RMSprop": (25, 0, 11),
     "Rprop": (16, 0, 7),
     "SGD": (36, 0, 9),
-    "SparseAdam": (0, 0, 8),
 }
 if TORCH >= (2, 14):
-    COUNTS |= {"LBFGS": (0, 0, 14), "Muon": (18, 0, 0)}
+    COUNTS |= {"Muon": (18, 0, 0)}
 COUNTS |= {name: (2 * (len(ours.options) + 1), 0, 0) for name, ours in OURS.items()}
 
 
 def why_refused(one):
     """The words of this input's refusal; None if it has to work."""
-    if one.name in NEVER:
-        return NEVER[one.name]
     return next((text for option, text in REFUSED.items() if one.kwargs.get(option)), None)
 
 
@@ -190,9 +183,9 @@ def try_out(one, dtype, mode, stock):
     reason = why_refused(one)
     if reason is not None:
         params = [torch.nn.Parameter(t.clone()) for t in tape(one.name, dtype)[0]]
-        optimizer = make(one, params[:1] if one.name == "LBFGS" else params)
+        optimizer = make(one, params)
         with pytest.raises(optfuse.Error, match=reason):
-            optfuse.fuse(optimizer, mode=mode, recorded=False)
+            optfuse.fuse(optimizer, mode=mode)
         assert type(optimizer) is INFOS[one.name].optim_cls, "refused, but changed"
         return "refused"
     looks = iter(stock)
@@ -242,19 +235,19 @@ def all_right(name, dtype):
     assert not wrong, f"{len(wrong)} inputs came out wrong:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", INFOS)
+@pytest.mark.parametrize("name", sorted(set(INFOS) - set(RECORDED)))
 def test_every_input_of_the_database(name, several_threads):
     all_right(name, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("name", sorted(set(INFOS) - set(NEVER)))
+@pytest.mark.parametrize("name", sorted(set(INFOS) - set(RECORDED)))
 def test_every_input_in_other_dtypes(name, dtype, several_threads):
     all_right(name, dtype)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NEVER)
+@pytest.mark.parametrize("name", RECORDED)
 def test_every_input_of_what_is_recorded_only(name, mode, several_threads):
     inputs = plain_inputs(name) + flagged_inputs(name)
     assert len(inputs) > 5
@@ -281,7 +274,7 @@ def test_every_input_of_what_is_recorded_only(name, mode, several_threads):
 
 def test_the_recorded_gradients_leave_most_elements_finite():
     """Where all is NaN, equal says little."""
-    for name in sorted(set(INFOS) - set(NEVER)):
+    for name in sorted(set(INFOS) - set(RECORDED)):
         for dtype in (torch.float32, *OTHER_DTYPES):
             last = stock_run(plain_inputs(name)[0], dtype)[-1]
             finite = torch.cat([param.flatten() for param, _ in last]).isfinite().float().mean()
@@ -316,12 +309,12 @@ def test_units_in_the_last_place(dtype):
 
 def test_every_class_has_a_rule_or_is_recorded_only():
     fused = {cls.__name__ for cls in {*RULES, *INDEPENDENT}}
-    assert fused == set(INFOS) - set(NEVER)
+    assert fused == set(INFOS) - set(RECORDED)
 
 
 def test_none_is_left_out_and_each_outcome_is_as_counted(several_threads):
     lines, counts = ["optimizer   equal  bounded  refused, in each mode"], {}
-    for name in INFOS:
+    for name in sorted(set(INFOS) - set(RECORDED)):
         each = [Counter(what.split(":")[0] for mode, _, what in outcomes(name, torch.float32)
                         if mode == chosen) for chosen in MODES]  # fmt: skip
         assert each[0] == each[1], f"{name}: {each[0]} forward, but {each[1]} backward"

@@ -5,13 +5,13 @@ Planners in C decide (plugin/planners/pipeline/pipeline.h)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import Array
 from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any, NamedTuple
 
-import torch
-
 from optfuse._arguments.check import argument, whole
+from optfuse._layers.pipeline import planner
 from optfuse._layers.pipeline.gantt import Bar, draw
 from optfuse._library.bindings import Error
 
@@ -33,7 +33,6 @@ SYNCHRONOUS = ("gpipe", "1f1b_flush", *FORWARDING)
 #: In the order of of_task_kind there.
 KINDS = ("forward", "input_gradient", "second_input_gradient", "weight_gradient", "update")
 SPLIT_MULTIPLE = 16  # OF_SPLIT_MULTIPLE there
-_NO_PROCESS = -1
 _BATCHES = whole("a number of batches, at least 1", 1, 2**31 - 1)
 
 
@@ -109,22 +108,22 @@ class Plan:
         """The tasks of this process for so many batches, in this order. The update of a group of
         batches is that of its last batch; the last group may be smaller."""
         return tuple(
-            Task(KINDS[kind], layer, batch)
-            for kind, layer, batch, on in _rows(_scheduled(self, batches), 4)
-            if on == process
+            Task(KINDS[task.kind], task.layer, task.batch)
+            for task in _scheduled(self, batches)
+            if task.process == process
         )
 
     def simulated(self, batches: int) -> Simulated:
         """A simulated run of so many batches, by the layers' seconds and the network."""
-        return _report(_simulated(self, batches)[1])
+        return _simulated(self, batches, _scheduled(self, batches))
 
     def gantt(self, path: str | PathLike[str], batches: int = 8) -> None:
         """Draws the simulated run of so many batches into a file, whose ending says how (.png,
         .svg). Raises optfuse.Error where matplotlib is not installed."""
-        tasks, _, times = _simulated(self, batches)
+        tasks = _scheduled(self, batches)
+        _simulated(self, batches, tasks)
         bars = [
-            Bar(process, KINDS[kind], batch, *time)
-            for (kind, _, batch, process), time in zip(tasks, times, strict=True)
+            Bar(task.process, KINDS[task.kind], task.batch, task.start, task.end) for task in tasks
         ]
         draw(path, f"{self.strategy}, {batches} batches", self.processes, bars)
 
@@ -192,109 +191,70 @@ def _ms(layer: Layer) -> tuple[str, ...]:
     return tuple(f"{1e3 * seconds:.3g}" for seconds in times)
 
 
-# Calls into the core. Its lists are flat.
-
-
-def _asked(name: str, *args: Any) -> Any:
-    try:
-        return getattr(torch.ops.optfuse, name)(*args)
-    except RuntimeError as error:
-        raise Error(str(error)) from None
-
-
-def _rows(flat: Sequence[Any], width: int) -> list[tuple[Any, ...]]:
-    return list(zip(*(flat[i::width] for i in range(width)), strict=True))
-
-
-def _settings(
-    strategy: str, processes: int, micro_batches: int, in_flight: int, chunk: int
-) -> list[int]:
-    return [STRATEGIES.index(strategy), processes, micro_batches, in_flight, chunk]
-
-
-def _costs(layers: Sequence[Layer]) -> list[float]:
-    return [
-        seconds
-        for la in layers
-        for seconds in (la.forward, la.input_gradient, la.weight_gradient, la.update)
-    ]
-
-
-def _sizes(layers: Sequence[Layer], element_bytes: int) -> list[int]:
-    return [
-        number
-        for la in layers
-        for number in (
-            la.in_elements * element_bytes,
-            la.out_elements * element_bytes,
-            la.parameters * element_bytes,
+def _pipeline(
+    layers: Sequence[Layer],
+    strategy: str,
+    processes: int,
+    micro_batches: int,
+    element_bytes: int,
+    in_flight: int,
+    chunk: int,
+) -> planner.Pipeline:
+    """Without places."""
+    costs = [
+        planner.LayerCosts(
+            *(la.forward, la.input_gradient, la.weight_gradient, la.update),
+            *(n * element_bytes for n in (la.in_elements, la.out_elements, la.parameters)),
             la.channels,
             la.movable,
         )
+        for la in layers
     ]
+    n = len(costs)
+    numbers = STRATEGIES.index(strategy), processes, micro_batches, in_flight, chunk
+    return planner.Pipeline(*numbers, (planner.LayerCosts * n)(*costs), None, n)
 
 
-def _flat(place: Place) -> list[int]:
-    second = _NO_PROCESS if place.second_input_gradient is None else place.second_input_gradient
-    return [
-        place.forward,
-        place.weight_gradient,
-        place.input_gradient,
-        second,
-        place.split or 0,
-        place.replicas,
-    ]
+def of_plan(plan: Plan) -> planner.Pipeline:
+    """The plan as the planner takes it."""
+    options = plan.micro_batches, plan.element_bytes, plan.in_flight, plan.chunk
+    made = _pipeline(plan.layers, plan.strategy, plan.processes, *options)
+    made.places = (planner.Place * made.n)(*map(_row, plan.places))
+    return made
 
 
-def _place(row: tuple[int, ...]) -> Place:
-    forward, weight, first, second, split, replicas = row
-    if not split:
-        return Place(forward, weight, first, replicas=replicas)
-    return Place(forward, weight, first, second, split, replicas)
+def _row(place: Place) -> tuple[int, ...]:
+    second = place.second_input_gradient
+    own = place.forward, place.weight_gradient, place.input_gradient
+    return *own, planner.NO_PROCESS if second is None else second, place.split or 0, place.replicas
 
 
-def _of(plan: Plan) -> tuple[list[int], list[float], list[int], list[int]]:
-    return (
-        _settings(plan.strategy, plan.processes, plan.micro_batches, plan.in_flight, plan.chunk),
-        _costs(plan.layers),
-        _sizes(plan.layers, plan.element_bytes),
-        [number for place in plan.places for number in _flat(place)],
-    )
+def _place(row: planner.Place) -> Place:
+    own = row.forward, row.weight_gradient, row.input_gradient
+    if not row.split:
+        return Place(*own, replicas=row.replicas)
+    return Place(*own, row.second_input_gradient, row.split, row.replicas)
 
 
-def _scheduled(plan: Plan, batches: int) -> list[int]:
+def _scheduled(plan: Plan, batches: int) -> Array[planner.Task]:
     batches = argument("Plan", "batches", batches, _BATCHES)
-    found: list[int] = _asked("schedule_pipeline", *_of(plan), batches, plan.network)
-    return found
-
-
-def _simulated(
-    plan: Plan, batches: int
-) -> tuple[list[tuple[Any, ...]], list[float], list[tuple[Any, ...]]]:
-    """Tasks, the numbers of Simulated, and the tasks' times."""
-    return _played(plan, batches, _scheduled(plan, batches))
+    return planner.schedule(of_plan(plan), plan.network, batches)
 
 
 def simulated_order(plan: Plan, batches: int, tasks: Sequence[tuple[int, ...]]) -> Simulated:
     """A simulated run of another order than the plan's. tasks: each a kind (its place in KINDS), a
     layer, a batch and a process; all that the plan has."""
-    return _report(_played(plan, batches, [number for task in tasks for number in task])[1])
+    made = [planner.Task(*task) for task in tasks]
+    return _simulated(plan, batches, (planner.Task * len(made))(*made))
 
 
-def _report(numbers: list[float]) -> Simulated:
-    makespan, period, busy, messages, sent, in_flight, held = numbers
-    return Simulated(makespan, period, busy, messages, sent, int(in_flight), int(held))
-
-
-def _played(
-    plan: Plan, batches: int, tasks: list[int]
-) -> tuple[list[tuple[Any, ...]], list[float], list[tuple[Any, ...]]]:
-    times, report, violations = _asked(
-        "simulate_pipeline", *_of(plan), batches, tasks, plan.network
-    )
+def _simulated(plan: Plan, batches: int, tasks: Array[planner.Task]) -> Simulated:
+    """Writes the tasks' times."""
+    found, violations = planner.simulate(of_plan(plan), plan.network, batches, tasks)
     if violations:
         raise Error(f"optfuse: the simulator has made {violations} mistakes: please report this")
-    return _rows(tasks, 4), report, _rows(times, 2)
+    times = found.makespan, found.period, found.busy
+    return Simulated(*times, found.messages, found.bytes, found.in_flight, int(found.held_bytes))
 
 
 def placed(
@@ -308,13 +268,8 @@ def placed(
     chunk: int = 0,
 ) -> Plan:
     """The plan of these layers; of_pipeline_place_layers() says how they are placed."""
-    of = (
-        _settings(strategy, processes, micro_batches, in_flight, chunk),
-        _costs(layers),
-        _sizes(layers, element_bytes),
-    )
-    flat, _ = _asked("place_pipeline", *of, network)
-    delays = _asked("delays_of_pipeline", *of, flat)
+    options = micro_batches, element_bytes, in_flight, chunk
+    of = _pipeline(layers, strategy, processes, *options)
     return Plan(
         strategy,
         processes,
@@ -322,8 +277,8 @@ def placed(
         network,
         element_bytes,
         tuple(layers),
-        tuple(map(_place, _rows(flat, 6))),
-        tuple(delays),
+        tuple(map(_place, planner.place(of, network))),
+        tuple(planner.delays(of)),
         in_flight,
         chunk,
     )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The size of the house: `python tests/structure/counts.py` prints it as JSON. Lines are those of
+all tracked files, blank ones and comments too."""
+
+from __future__ import annotations
+
+import json
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from test_modules import PACKAGE, edges, folders
+from tree import ROOT, files, sources
+
+#: By the beginning of a file's path; the first that fits counts.
+FLOORS = {
+    "kernels": "kernels/",
+    "planners": "plugin/planners/",
+    "plugin": "plugin/",
+    "shim": "shim/",
+    "python_loader": "python_loader/",
+    "tests": "tests/",
+    "benchmarks": "benchmarks/",
+    "docs": "docs/",
+}
+LIBRARY = ("kernels", "planners", "plugin", "shim", "python_loader")
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_GUARDS = re.compile(r'OF_GUARD\((\w+)\)|\bguard\("(\w+)"\)')
+
+
+def lines() -> dict[str, int]:
+    found = dict.fromkeys(FLOORS, 0)
+    for path in files():
+        place = path.relative_to(ROOT).as_posix()
+        floor = next((floor for floor, begin in FLOORS.items() if place.startswith(begin)), None)
+        if floor is not None and "benchmarks/results/" not in place:
+            found[floor] += path.read_bytes().count(b"\n")
+    return found
+
+
+def shim_arrows() -> set[tuple[str, str]]:
+    """Folders of the shim, (one, another) if a file of one includes one of the other's."""
+    shim = ROOT / "shim"
+    found = set()
+    for path in sources("shim"):
+        own = path.parent.relative_to(shim).as_posix()
+        for name in _INCLUDE.findall(path.read_text("utf-8")):
+            if (shim / name).is_file() and not (path.parent / name).is_file():
+                found.add((own, Path(name).parent.as_posix()))
+    return {(a, b) for a, b in found if a != b}
+
+
+def floors(graph: dict[str, set[str]]) -> int:
+    """How many steps lead from the lowest to the highest."""
+    height: dict[str, int] = {}
+    for node in TopologicalSorter(graph).static_order():
+        height[node] = 1 + max((height[below] for below in graph.get(node, ())), default=0)
+    return max(height.values())
+
+
+def guards() -> set[str]:
+    texts = [path.read_text("utf-8") for path in sources("kernels", "plugin", "shim")]
+    texts += [path.read_text("utf-8") for path in PACKAGE.rglob("*.py")]
+    return {"".join(found) for text in texts for found in _GUARDS.findall(text)} - {"name"}
+
+
+def counts() -> dict[str, object]:
+    from optfuse._patches import listed
+
+    lists = [value for value in vars(listed).values() if isinstance(value, listed.Lists)]
+    by_floor, arrows = lines(), shim_arrows()
+    return {
+        "lines": by_floor,
+        "lines of the library": sum(by_floor[floor] for floor in LIBRARY),
+        "replaced functions of PyTorch": len({p.target for each in lists for p in each.patches}),
+        "watched places of PyTorch": sum(len(each.places) for each in lists),
+        "private names of PyTorch in C++": len(listed.PRIVATE),
+        "named guards": len(guards()),
+        "floors of the loader": floors(folders(edges(PACKAGE))),
+        "pairs of shim folders that include each other": sum((b, a) in arrows for a, b in arrows)
+        // 2,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(counts(), indent=4))
