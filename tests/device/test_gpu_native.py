@@ -38,7 +38,6 @@ def small_trials(monkeypatch):
     """Trials of these tests' own, and quick."""
     monkeypatch.setattr(stock_trial, "known", {})
     monkeypatch.setattr(stock_trial, "STEPS", 3)
-    monkeypatch.setenv("OPTFUSE_RECORDED", "0")
 
 
 def parameters(cls, dtype=torch.float32, shapes=None):
@@ -135,7 +134,6 @@ def test_without_our_wait_it_would_not(monkeypatch):
     races_without("streams", waited_for_before_the_launch, monkeypatch)
 
 
-@pytest.mark.usefixtures("rounds_as_cpu")
 @pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
 def test_the_host_waits_for_the_device_no_more_often_than_with_stock(cls):
     def waits(wrap):

@@ -297,7 +297,8 @@ NOT = {
     "Beside": ("cpu", "moves"),
     "Inner": ("devices", "moves", "a_copy"),
     "Gathers": ("other_streams", "captured"),
-    "Replaces": ("other_streams", "captured"),  # gradients of another stream
+    "Replaces": ("other_streams", "captured"),
+    "NumbersFirst": ("devices",),  # gradients of another stream
 }
 
 

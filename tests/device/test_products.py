@@ -25,11 +25,6 @@ EACH = 3 * 5  # products of an update: those of an iteration, in 5 iterations
 numbers = itertools.count(1)
 
 
-@pytest.fixture(autouse=True)
-def by_native_updates(monkeypatch):
-    monkeypatch.setenv("OPTFUSE_RECORDED", "0")
-
-
 @pytest.fixture
 def cublas():
     """The played one, as it should be after the test, too."""
@@ -135,7 +130,6 @@ def test_they_are_in_order(mode, options):
     legal(script, mode, **options)
 
 
-@pytest.mark.usefixtures("rounds_as_cpu")
 def test_the_host_does_not_wait_for_them():
     twins = Twins()
     waits = []
