@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse._own_step.register import INDEPENDENT
-from optfuse._rules import RULES
+from optfuse._rules import NATIVE, RULES
 
 Run = Callable[[], object]
 WARM_SECONDS = 0.3  # of a GPU: until its clocks are up
@@ -213,7 +212,7 @@ def race(cls: type[Optimizer], shape: Shape, device: str = "cpu") -> Raced:
 
 
 def races(chosen: Any) -> dict[Shape, list[type[Optimizer]]]:
-    every = list(dict.fromkeys((*RULES, *INDEPENDENT)))
+    every = list(dict.fromkeys((*RULES, *NATIVE)))
     if chosen.device == "cuda":
         every = [c for c in every if MOVES.get(c.__name__, "sgd") == chosen.optimizer]
         return (

@@ -151,9 +151,6 @@ typedef struct of_rule {
     /* For a parameter on a GPU the step and the counters are there, too, in float32: its
      * kernels read them and make those of the next update. */
     bool counts_on_gpu;
-    /* There are no kernels: the host does the update, with operators of its own
-     * (of_host.apply() of the plugin). The state may have any shapes. */
-    bool external;
     /* The reference on the CPU is PyTorch's operators, one after the other. */
     bool op_by_op;
     int n_roots; /* square roots among these; not of a program */

@@ -11,12 +11,10 @@
 #define OF_FITS_FUSED OF_FITS_KERNELS
 #define OF_FITS_OP_BY_OP OF_FITS_KERNELS
 #define OF_FITS_PROGRAM OF_FITS_KERNELS
-#define OF_FITS_EXTERNAL(rule, RULE)
 #define OF_FITS_GPU_FUSED(form)
 #define OF_FITS_GPU_OP_BY_OP(form)                                                                 \
     _Static_assert(sizeof(form##_scalars) <= OF_MAX_HYPER * sizeof(double), "scalars of " #form);
 #define OF_FITS_GPU_PROGRAM(form)
-#define OF_FITS_GPU_EXTERNAL(form)
 
 #define OF_KERNELS(rule)                                                                           \
     .scalars_size = sizeof(rule##_scalars), .state_used = rule##_state_used,                       \
@@ -26,12 +24,9 @@
 #define OF_IS_PROGRAM(rule, RULE)                                                                  \
     .scalars_size = sizeof(rule##_scalars), .state_used = no_state_used,                           \
     .prepare = prepare_nothing, .op_by_op = true, .runs_programs = true
-#define OF_IS_EXTERNAL(rule, RULE)                                                                 \
-    .state_used = no_state_used, .prepare = prepare_nothing, .external = true
 #define OF_GPU_FUSED(form) NULL
 #define OF_GPU_OP_BY_OP(form) form##_prepare
 #define OF_GPU_PROGRAM(form) NULL
-#define OF_GPU_EXTERNAL(form) NULL
 enum { OF_UNCOUNTED, OF_COUNTED, OF_COUNTED_ON_GPU };
 
 /* The names of a rule, each list ended by NULL. */

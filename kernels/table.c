@@ -71,11 +71,9 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 #define OF_DECLARE_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_DECLARE, rule)
 #define OF_DECLARE_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_DECLARE_OP_BY_OP, rule)
 #define OF_DECLARE_CPU_PROGRAM OF_DECLARE_CPU_OP_BY_OP
-#define OF_DECLARE_CPU_EXTERNAL(rule)
 #define OF_DECLARE_GPU_FUSED(rule) OF_DTYPES(OF_DECLARE_CUDA, rule)
 #define OF_DECLARE_GPU_OP_BY_OP(rule) OF_DTYPES(OF_DECLARE_CUDA_OP_BY_OP, rule)
 #define OF_DECLARE_GPU_PROGRAM OF_DECLARE_GPU_OP_BY_OP
-#define OF_DECLARE_GPU_EXTERNAL(rule)
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps)                                                 \
     OF_DECLARE_CPU_##cpu(rule) OF_DECLARE_GPU_##gpu(rule)
 #include "rules.def"
@@ -84,11 +82,9 @@ OF_DECLARE_CUDA(adam_mixed, float32, OF_FLOAT32)
 #define OF_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_ROWS, rule)
 #define OF_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_OP_BY_OP_ROW, rule)
 #define OF_CPU_PROGRAM OF_CPU_OP_BY_OP
-#define OF_CPU_EXTERNAL(rule)
 #define OF_GPU_FUSED(rule) OF_DTYPES(OF_CUDA_ROW, rule)
 #define OF_GPU_OP_BY_OP(rule) OF_DTYPES(OF_CUDA_OP_BY_OP_ROW, rule)
 #define OF_GPU_PROGRAM OF_GPU_OP_BY_OP
-#define OF_GPU_EXTERNAL(rule)
 
 /* clang-format off */
 const of_kernel of_kernels[] = {

@@ -55,7 +55,7 @@ static of_accessed use_on_device(of_plan *plan, of_update *update, of_list *done
 static of_accessed use(of_plan *plan, of_update *update, of_list *done) {
     if (update->in.device != OF_CPU)
         return use_on_device(plan, update, done);
-    const bool may_fail = plan->rule->external || plan->rule->runs_programs || update->in.product;
+    const bool may_fail = plan->rule->runs_programs || update->in.product;
     update->kind->use(plan, update, done);
     const bool failed = may_fail && of_plan_health(plan) != OF_OK;
     return failed ? OF_ACCESS_FAILED : OF_LAUNCHED;

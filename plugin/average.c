@@ -19,7 +19,7 @@ bool of_average_behind(const of_average *average) {
     if (!update)
         return false;
     of_plan *plan = update->plan;
-    if (plan->rule->external) { /* whose updates may call this, with the lock */
+    if (plan->mode == OF_BACKWARD) { /* nothing waits, and the host's update may ask, with the lock */
         of_plan_unref(plan);
         return false;
     }

@@ -163,13 +163,12 @@ typedef struct of_product_host {
     void (*end)(const void *product);
 } of_product_host;
 
-/* Optional: for the rules that have no kernels, and programs of which the host runs parts. */
+/* Optional: for programs that the host runs. */
 typedef struct of_external_host {
     uint32_t struct_size; /* sizeof(of_external_host) of the host's build */
-    /* Does the update; on a device other than the CPU on in->stream. hyper: the rule's, as
-     * they were when the update was created; none of a program. False after of_set_error(): it
-     * failed. The one function that may call back: of_plan_run_programs(). */
-    bool (*apply)(void *ctx, of_inputs *in, const double *hyper);
+    /* Does the update. False after of_set_error(): it failed. The one function that may call back:
+     * of_plan_run_programs(). */
+    bool (*apply)(void *ctx, of_inputs *in);
 } of_external_host;
 
 /* Function pointers marked optional, and tables, may be NULL. Tables live as long as the

@@ -26,7 +26,7 @@ static inline of_status check_state_or_program(const of_plan *plan, const of_inp
 }
 
 static __attribute__((noinline)) of_status check_product(const of_plan *plan, const of_inputs *in) {
-    const bool by_host = plan->rule->external || (in->program && in->program->by_host);
+    const bool by_host = in->program && in->program->by_host;
     if (!plan->host.product || in->device != OF_CPU || in->exclusive || by_host || !in->param)
         return of_fail(OF_INVALID, "a gradient that is a product is of a parameter on the CPU, of "
                                    "a host that computes it, and neither exclusive nor updated by "
@@ -51,8 +51,6 @@ static of_status check_kind(const of_plan *plan, const of_inputs *in) {
     if ((unsigned)in->dtype >= OF_DTYPE_COUNT || (unsigned)in->device > OF_CUDA)
         return of_fail(OF_INVALID, "unknown dtype %d or device %d", (int)in->dtype,
                        (int)in->device);
-    if (plan->rule->external)
-        return OF_OK;
     if (in->device == OF_CPU ? !plan->kernels[in->dtype] : !plan->host.gpu)
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s", plan->rule->name,
                        of_dtype_name(in->dtype), in->device == OF_CPU ? "cpu" : "cuda");
@@ -74,8 +72,6 @@ static __attribute__((noinline)) of_status complete_kind(const of_plan *plan, of
 }
 
 static inline of_status check_memory(const of_plan *plan, const of_inputs *in) {
-    if (plan->rule->external)
-        return in->product ? check_product(plan, in) : OF_OK;
     if (in->numel == 0)
         return OF_OK;
     if (in->product)
@@ -112,8 +108,7 @@ of_status of_update_complete(of_plan *plan, of_group *group, of_update *update, 
     if (in->device != OF_CPU && plan->mode == OF_FORWARD) /* else the plan's lock is held */
         of_scaling_share(plan, update);
     const bool runs_program = plan->rule->runs_programs;
-    if (plan->rule->external ||
-        (in->device != OF_CPU && !plan->rule->prepare_gpu && !runs_program)) {
+    if (in->device != OF_CPU && !plan->rule->prepare_gpu && !runs_program) {
         memcpy(update->scalars, group->hyper, sizeof group->hyper); /* they take the options */
         return OF_OK;
     }

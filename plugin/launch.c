@@ -100,7 +100,7 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     }
     const bool is_update = list->first->kind->is_update;
     plan->counts.launches += is_update;
-    const bool perhaps = is_update && (plan->rule->external || plan->rule->runs_programs);
+    const bool perhaps = is_update && plan->rule->runs_programs;
     of_list by_host = perhaps ? take(list, of_is_by_host) : (of_list){0};
     if (is_update && has_product(list)) {
         of_list products = of_take_products(plan, list);
@@ -136,7 +136,7 @@ static bool goes_with(const of_update *first, of_update *u) {
         return false;
     if (u->in.device != OF_CPU)
         return of_stream_equal(&u->in.stream, &first->in.stream) && !of_is_missing(u->plan, u);
-    return !u->plan->rule->external && first->in.numel < OF_SERIAL_ELEMENTS &&
+    return !of_is_by_host(u) && first->in.numel < OF_SERIAL_ELEMENTS &&
            u->in.numel < OF_SERIAL_ELEMENTS && !(u->in.awaits && of_is_missing(u->plan, u));
 }
 

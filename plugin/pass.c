@@ -134,7 +134,7 @@ static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
     of_stream on = OF_NO_STREAM;
     int64_t numel = 0;
     size_t bytes = 0;
-    if (plan->rule->external || slot->updated || pass->over)
+    if (slot->updated || pass->over)
         return true;
     if (slot->waits_in) {
         remove_from(plan, slot->waits_in, number);

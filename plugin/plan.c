@@ -138,8 +138,6 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     const of_rule *found = find_rule(rule);
     if (!found)
         return OF_INVALID;
-    if (found->external && !host->external)
-        return of_fail(OF_INVALID, "'%s' has no kernels, and the host has no apply()", rule);
     if (options->mode == OF_BACKWARD && !host->backward)
         return of_fail(OF_INVALID, "backward mode needs a host with an of_backward_host");
     of_plan *plan = calloc(1, sizeof *plan);

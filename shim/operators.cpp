@@ -9,8 +9,6 @@
 #include "autograd/dtensor_gradients.h"
 #include "error.h"
 #include "gpu/trial.h"
-#include "matrix/newton_schulz.h"
-#include "matrix/products.h"
 #include "plan.h"
 #include "python/gil.h"
 #include "slots.h"
@@ -42,40 +40,11 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
     }
 }
 
-void set_own_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state) {
-    slot.own.clear();
-    slot.can_wait = true;
-    for (const auto &tensor : state) {
-        slot.can_wait = slot.can_wait && tensor.has_value();
-        if (tensor)
-            slot.own.push_back(*tensor);
-    }
-    note_versions(slot);
-}
-
-// The very tensor that set_slots() was given.
-at::Tensor parameter_of(int64_t address, int64_t index) {
-    return reference_to(slot_at(plan_at(address), index).param);
-}
-
-// See slots.h. Rules without kernels: all state tensors, in the class's order if they have a
-// native update; with a None among them if an update may change something else too.
+// See slots.h.
 void tell_state(int64_t address, int64_t index, const std::vector<std::optional<at::Tensor>> &state,
                 const std::optional<at::Tensor> &step, bool first) {
     refuse_fake_tensors("optimizer state is told");
-    Slot &slot = slot_at(plan_at(address), index);
-    if (slot.plan->rule->external)
-        set_own_state(slot, state);
-    else
-        set_state(slot, state, step, first);
-}
-
-// Tells the tensors of a slot's state that are no operands of its rule's programs.
-void know_counters(int64_t address, int64_t index, const std::vector<at::Tensor> &counters) {
-    refuse_fake_tensors("optimizer state is told");
-    Slot &slot = slot_at(plan_at(address), index);
-    slot.own = counters;
-    note_versions(slot);
+    set_state(slot_at(plan_at(address), index), state, step, first);
 }
 
 // For the next step, or the backward pass that begins: scalars that are on a
@@ -225,30 +194,11 @@ c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
     return consumed;
 }
 
-Polynomial polynomial_of(const std::vector<double> &numbers) {
-    if (numbers.size() != 3)
-        fail("optfuse: a Newton-Schulz iteration has three coefficients");
-    return {numbers[0], numbers[1], numbers[2]};
-}
-
 // See gpu/trial.h.
 bool bits_differ(const std::string &rule, const std::vector<double> &hyper, at::ScalarType dtype,
                  c10::Device device, const std::string &label, bool mixed) {
     return gpu_bits_differ(*of_rule_find(rule.c_str()), hyper,
                            at::TensorOptions(dtype).device(device), label, mixed);
-}
-
-// A direction of this shape, as Muon turns it.
-std::string try_products_of(const at::Tensor &matrix, const std::vector<double> &coefficients) {
-    const bool is_tall = matrix.size(0) > matrix.size(1);
-    return try_products(is_tall ? matrix.t() : matrix, polynomial_of(coefficients));
-}
-
-std::string why_operators_for(c10::Device device, int64_t rows, int64_t columns, bool by_rows,
-                              const std::vector<double> &coefficients) {
-    const Polynomial p = polynomial_of(coefficients);
-    return rows > columns ? why_operators(device, columns, rows, !by_rows, p)
-                          : why_operators(device, rows, columns, by_rows, p);
 }
 
 // Seals the memory of these tensors: asking for its address raises. Returns the numbers of
@@ -289,8 +239,6 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::set_slots);
     m.def("set_state(int plan, int slot, Tensor?[] state, Tensor? step, bool first) -> ()",
           optfuse::tell_state);
-    m.def("know_counters(int plan, int slot, Tensor[] counters) -> ()", optfuse::know_counters);
-    m.def("parameter_of(int plan, int slot) -> Tensor", optfuse::parameter_of);
     m.def("set_device_scalars(int plan, Tensor?[] lr, Tensor? grad_scale, Tensor? found_inf) -> ()",
           optfuse::set_device_scalars);
     m.def("attach(int plan, Tensor[] params) -> ()", optfuse::attach_all);
@@ -320,11 +268,6 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label, "
           "bool mixed) -> bool",
           optfuse::bits_differ);
-    m.def("try_products(Tensor matrix, float[] coefficients) -> str", optfuse::try_products_of);
-    m.def("why_operators(Device device, int rows, int columns, bool by_rows, "
-          "float[] coefficients) -> str",
-          optfuse::why_operators_for);
-    m.def("products_by_cublas() -> int", optfuse::products_by_cublas);
     m.def("seal(Tensor[] tensors) -> int[]", optfuse::seal_all);
     m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
     m.def("exchange(Tensor(a!)[] a, Tensor(b!)[] b, int[] in_place) -> ()", optfuse::exchange);

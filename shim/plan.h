@@ -16,8 +16,8 @@
 #include "autograd/consumed.h"
 #include "autograd/heap.h"
 #include "compat.h"
-#include "external/native.h"
 #include "gpu/scalars.h"
+#include "native/native.h"
 #include "optfuse.h"
 #include "owner.h"
 #include "promises/layer.h"
@@ -31,6 +31,7 @@ struct Plan;
 
 namespace recorded {
 class Ahead;
+struct Instead;
 }
 
 // Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
@@ -80,12 +81,9 @@ struct Slot : UsualSlot {
     std::string label; // how errors name the parameter
     at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU or, if
                                           // of_rule.counts_on_gpu, the parameter's GPU
-    // Rules without kernels: all state tensors, in the class's order if the rule has
-    // a native update; and whether these are all that an update changes beside the
-    // parameter and the gradient, so that it can wait. Rules that run programs: the tensors of
-    // the state that are no operands, such as counters.
+    // Of an update by the host: the tensors of the state, in the order of the native update if there
+    // is one.
     std::vector<at::Tensor> own;
-    bool can_wait = false;
     // Rules that run programs: that of the updates from here on.
     std::shared_ptr<const Program> program;
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
@@ -101,7 +99,11 @@ struct Slot : UsualSlot {
     Slot &operator=(const Slot &) = delete;
 };
 
+inline bool is_by_host(const Slot *slot) { return slot->program && slot->program->core.by_host; }
+
 inline bool runs_lines(const Slot *slot) { return slot->program && slot->program->is_of_lines; }
+
+inline bool runs_own_step(const Slot *slot) { return slot->program && slot->program->is_own; }
 
 inline bool writes_gradient(const Slot *slot) {
     return slot->program && slot->program->writes_gradient();
@@ -122,7 +124,8 @@ struct Plan {
     of_mode mode = OF_FORWARD;
     bool folds = true; // clipping and unscaling may leave gradients to the update
     const of_rule *rule = nullptr;
-    NativeUpdate *native = nullptr; // rules without kernels: or Python updates
+    NativeUpdate *native = nullptr; // backward mode: else the class's own step() updates
+    std::vector<std::vector<double>> numbers; // its options, of each group
     std::vector<Slot *> slots;     // owned by the core, in its order
     // Slots, and the tensors that they know, change with one of these: with `alone` in step(),
     // zero_grad() and rebuild(), one of them at a time, which take it before all others; with
@@ -140,6 +143,8 @@ struct Plan {
     bool takes_marks_off = false;
     DeviceScalars scalars;
     std::shared_ptr<recorded::Ahead> ahead; // backward mode, of a class whose step() is recorded
+    // Backward mode, of a class that is registered: what .grad is in its step().
+    std::shared_ptr<recorded::Instead> instead;
     // In backward mode: all updates of this pass are left to step(), which the class takes by itself.
     std::atomic<bool> is_left{false};
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go

@@ -14,6 +14,7 @@ struct Program {
     std::vector<of_instruction> code;
     of_program core = {};     // over `code`
     bool is_of_lines = false; // there is none: the lines of a recorded step() run (recorded/ahead.h)
+    bool is_own = false;      // there is none: the class's own step() runs
 
     bool writes_gradient() const { return (core.writes >> OF_REGISTER_GRAD & 1u) != 0; }
     unsigned state() const { return (core.reads | core.writes) >> OF_REGISTER_STATE; } // a bit each

@@ -146,10 +146,7 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
             return status;
         plan->mode = options.mode;
         plan->rule = of_plan_rule(plan->core);
-        plan->native = optfuse::native_update(plan->rule->name);
         plan->self = plan;
-        if (plan->rule->external)
-            optfuse::updates_take_the_gil();
         *out = optfuse::handle_of(plan.get());
         return OF_OK;
     } catch (const std::exception &e) {
@@ -253,7 +250,7 @@ bool sets_threads(const optfuse::Slot *slot) {
         return false;
     const of_rule *rule = slot->plan->rule;
     const int64_t n = slot->param->numel();
-    if (!rule->op_by_op && !rule->external)
+    if (!rule->op_by_op)
         return n > 0;
     if (slot->plan->native != nullptr)
         return n >= (casts(slot) ? 1 : optfuse::kSquaresSharedOut); // norms
@@ -267,16 +264,6 @@ void set_threads_as_stock(const optfuse::Plan *plan) {
         return;
     is_set = true;
     optfuse::set_threads_as_operators(optfuse::kSharedOut);
-}
-
-// Nobody knows at which sizes a class's own step() sets this thread's number, so the first one of
-// this thread is not deferred where it could. The number is set once; later ones may wait.
-of_status set_threads_as_own_step(const optfuse::Plan *plan) {
-    thread_local bool is_first = true;
-    if (!plan->rule->external || plan->mode != OF_FORWARD || !is_first)
-        return OF_OK;
-    is_first = false;
-    return optfuse::would_set_threads() ? of_plan_flush(plan->core) : OF_OK;
 }
 
 } // namespace
@@ -295,9 +282,6 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     if (status != OF_OK)
         return status;
     set_threads_as_stock(plan);
-    const int launched = set_threads_as_own_step(plan);
-    if (launched != OF_OK)
-        return launched;
     plan->steps->fetch_add(1, std::memory_order_release);
     take_marks_off(plan);
     return status;

@@ -198,6 +198,14 @@ OF_API struct _object *of_shim_recorded_step(of_shim_plan *plan, struct _object 
 OF_API struct _object *of_shim_step_ahead(of_shim_plan *plan, struct _object *step,
                                           struct _object *arguments, struct _object *params,
                                           struct _object *gradients, struct _object *dropped);
+/* Backward mode of a class that is registered. From here on .grad of these parameters, a list, is None in
+ * of_shim_step_alone(). */
+OF_API void of_shim_hide_gradients(of_shim_plan *plan, struct _object *params);
+/* Calls the class's own step(*arguments), in which .grad of this parameter is what it is. */
+OF_API struct _object *of_shim_step_alone(of_shim_plan *plan, struct _object *step,
+                                          struct _object *arguments, struct _object *param);
+/* At least so much of the time of these calls went into looks at parameters without a gradient. */
+OF_API double of_shim_seconds_in_loops(of_shim_plan *plan);
 /* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded; orders:
  * step() waits for streams. */
 OF_API int of_shim_play_recorded(bool ends, bool orders);

@@ -16,7 +16,7 @@ namespace {
 
 void let_promise(Plan &plan, Slot *slot) {
     const bool forced = plan.promising == Promising::FORCED;
-    if (plan.rule->external || !can_be_promised(slot->param, forced))
+    if (!can_be_promised(slot->param, forced))
         return;
     auto &layers = plan.promising_layers;
     const auto is_its = [slot](const auto &layer) { return layer->label() == slot->label; };

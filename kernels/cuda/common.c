@@ -34,13 +34,11 @@ static unsigned variant_of(const double *prepared) {
         (void)hyper;                                                                               \
         return (1u << OF_MAX_STATE) - 1u;                                                          \
     }
-#define OF_USED_EXTERNAL(rule)
 #define OF_ROW_FUSED(rule, RULE, form, numbers)                                                    \
     {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, false, 0, 0},
 #define OF_ROW_OP_BY_OP(rule, RULE, form, numbers)                                                 \
     {#rule, sizeof(form##_scalars), rule##_used, true, false, numbers, 0},
 #define OF_ROW_PROGRAM(rule, RULE, form, numbers) {#rule, 0, rule##_used, true, true, 0, 0},
-#define OF_ROW_EXTERNAL(rule, RULE, form, numbers)
 #define OF_NUMBERS_UNCOUNTED(RULE) 0
 #define OF_NUMBERS_COUNTED(RULE) 0
 #define OF_NUMBERS_COUNTED_ON_GPU(RULE) RULE##_N_COUNTERS

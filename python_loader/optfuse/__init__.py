@@ -22,8 +22,8 @@ if not as_command():  # whose commands import what they need, and may find that 
     from optfuse._layers.kfac.kfac import KFAC, KFACSummary, kfac
     from optfuse._layers.reorder.reorder import Reordering, reorder
     from optfuse._library.bindings import Error
-    from optfuse._own_step.register import register
     from optfuse._process import keep_memory
+    from optfuse._registered import register
     from optfuse._summary import Summary, explain, summary
 
 __version__ = "0.1.0"

@@ -19,17 +19,15 @@ from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._gpu import is_gpu
 from optfuse._layers.delay import delayed_updates
-from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard, lib
+from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard
 from optfuse._link import Link, link_of
 from optfuse._options import LINK, MADE, Options, is_fused
-from optfuse._own_step.updates import running
 from optfuse._patches import raw_memory
 from optfuse._recorded import record
 from optfuse._refuse import check_group, check_params
-from optfuse._rules import AnyRule, Group, RecordedRule, Rule
+from optfuse._rules import AnyRule, Group, RecordedRule, RegisteredRule, Rule
 from optfuse._scheduler import rewrap
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
-from optfuse._updaters.choice import updater_of
 from optfuse._updaters.recorded import Recorded
 
 _AMP = "_step_supports_amp_scaling"
@@ -120,7 +118,7 @@ def _state_of(optimizer: Any) -> Any:
 
 def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
     """Options may have become others since the original was fused."""
-    if isinstance(link.rule, RecordedRule):
+    if isinstance(link.rule, (RecordedRule, RegisteredRule)):
         return link.rule
     try_with_stock(link.stock, twin.param_groups, _fuse_small)
     return rule_of(twin)
@@ -128,13 +126,13 @@ def _rule_of_copy(twin: Optimizer, link: Link) -> Rule:
 
 def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
     """A group is added to others that the class's own step() need not update."""
-    if rule.is_own or isinstance(rule, AnyRule):
+    if isinstance(rule, AnyRule):
         return
     try_with_stock(stock, [group], _fuse_small)
     why = why_not_tried(rule, stock, [group], {})
     if why:
         raise Error(
-            f"optfuse: the other parameters of this optimizer are updated by {rule.updates_by()}, "
+            "optfuse: the other parameters of this optimizer are updated by the kernels, "
             f"but those of the new group can't be, because {why[0]}; unfuse the optimizer, and "
             "fuse it again with all groups"
         )
@@ -157,23 +155,6 @@ def _look_at_counters(optimizer: Optimizer, link: Link) -> None:
     if other_counters(parameters_of(optimizer), state, link.rule.numbers_on_gpu()):
         become_stock(optimizer)
         fuse_by(rule_of(optimizer), optimizer, link.options)
-
-
-class _FusedOwn(_Fused):
-    """The entries that the class's own step() puts into the state are not known beforehand, so
-    whoever asks for the state finds nothing pending."""
-
-    @property
-    def state(self) -> Any:
-        self = unwrapped(self)  # type: ignore[type-var]
-        link = self.__dict__.get(LINK)
-        if link is not None and lib.of_any_pending() and not running():
-            link.flush()
-        return self.__dict__["state"]
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.__dict__["state"] = state
 
 
 class _FusedRecorded(_Fused):
@@ -202,7 +183,7 @@ def _recorded_of(link: Link) -> Recorded:
 def _methods_for(rule: Rule, mode: int) -> type:
     if isinstance(rule, RecordedRule) and mode == BACKWARD:
         return _FusedRecorded
-    return _FusedOwn if rule.external else _Fused
+    return _Fused
 
 
 @functools.cache
@@ -236,10 +217,11 @@ def _methods(cls: type) -> dict[str, Any]:
     return found
 
 
-def tried_rule(optimizer: Optimizer, in_backward: bool) -> Rule:
+def tried_rule(optimizer: Optimizer) -> Rule:
     """The rule by which an optimizer that is not fused has its class's bits on this machine, with
-    this torch. Raises optfuse.Error if there is none."""
-    return updater_of(type(optimizer)).tried(optimizer, _fuse_small, in_backward)
+    this torch."""
+    try_with_stock(type(optimizer), optimizer.param_groups, _fuse_small)
+    return rule_of(optimizer)
 
 
 def _fuse_small(small: Optimizer, rule: Rule) -> Optimizer:
@@ -252,7 +234,7 @@ def fuse_by(rule: Rule, optimizer: OptimizerT, options: Options) -> OptimizerT:
     if isinstance(rule, RecordedRule) and options.mode == FORWARD and not options.delays:
         return record(optimizer, options, rule.because)
     _process.start()
-    if isinstance(rule, RecordedRule):
+    if isinstance(rule, (RecordedRule, RegisteredRule)):
         raw_memory.watch_recorded()
     return become_fused(optimizer, options, rule)
 
@@ -291,8 +273,7 @@ def _unscales(optimizer: Optimizer, mode: int) -> bool:
     clips, before the update: the norm is that of unscaled gradients."""
     link = link_of(optimizer)
     return (
-        not link.rule.external
-        and not isinstance(link.rule, AnyRule)
+        not isinstance(link.rule, AnyRule)
         and mode == FORWARD
         and link.max_grad_norm is None
         and all(

@@ -19,6 +19,7 @@ from optfuse._arguments.check import (
     checked,
     one_of,
     optional,
+    parameters_of,
     whole,
 )
 from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
@@ -27,6 +28,7 @@ from optfuse._classes import become_fused, become_stock, fuse_by, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
+from optfuse._gpu import is_gpu
 from optfuse._layers.delay.delayed_updates import delays_of
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
@@ -41,9 +43,18 @@ from optfuse._options import (
     owner_of,
     products_asked,
 )
-from optfuse._recorded import has_no_kernels, is_asked, unfuse_recorded
+from optfuse._recorded import is_asked, unfuse_recorded
 from optfuse._refuse import check_eager, check_group, check_params
-from optfuse._rules import RECORDED, RULES, RecordedRule, Rule
+from optfuse._registered import is_registered
+from optfuse._rules import (
+    NATIVE,
+    RECORDED,
+    REGISTERED,
+    RULES,
+    RecordedRule,
+    RegisteredRule,
+    Rule,
+)
 from optfuse._scheduler import check_step
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
 
@@ -118,13 +129,13 @@ def fuse(
     wanted = replace(_options(optimizer, mode, eager, bucket_bytes), recorded=is_asked(recorded))
     if not wanted.delays:
         wanted = replace(wanted, products=products or products_asked())
-    if has_no_kernels(optimizer, mode):
-        return _fuse_recorded(optimizer, mode, wanted, RECORDED)
+    if type(optimizer) not in RULES:
+        return _fuse_recorded(optimizer, mode, wanted, _rule_without_kernels(optimizer, wanted))
     check_step(optimizer)
     check_params(optimizer.param_groups)  # else a trial could fail at what one of them is
     options = replace(wanted, strict=strict)
     _process.start()
-    rule = tried_rule(optimizer, in_backward=options.mode == BACKWARD)
+    rule = tried_rule(optimizer)
     if isinstance(rule, RecordedRule):
         return _fuse_recorded(optimizer, mode, options, rule)
     for index, group in enumerate(optimizer.param_groups):
@@ -138,7 +149,10 @@ def fuse(
 
 
 def _fuse_recorded(
-    optimizer: OptimizerT, mode: Forward | Backward, options: Options, rule: RecordedRule
+    optimizer: OptimizerT,
+    mode: Forward | Backward,
+    options: Options,
+    rule: RecordedRule | RegisteredRule,
 ) -> OptimizerT:
     """None of the class's code runs."""
     if isinstance(mode, Backward) or options.delays:
@@ -146,6 +160,14 @@ def _fuse_recorded(
     if mode.ddp is not None:
         options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
     return fuse_by(rule, optimizer, replace(options, fold=False))
+
+
+def _rule_without_kernels(optimizer: Optimizer, options: Options) -> RecordedRule | RegisteredRule:
+    stock = type(optimizer)
+    on_gpu = any(is_gpu(param.device) for param in parameters_of(optimizer))
+    if options.mode == FORWARD or not options.recorded or on_gpu:
+        return RECORDED
+    return NATIVE.get(stock, REGISTERED if is_registered(stock) else RECORDED)
 
 
 def _options(
@@ -184,7 +206,7 @@ def _reduction_kind(mode: Forward | Backward) -> type[Reduction]:
 
 def _try_on_gpus(rule: Rule, optimizer: Optimizer, strict: bool) -> list[str]:
     """The dtypes and GPUs on which a rule's kernels have other bits than fused=True."""
-    if rule is not RULES.get(type(optimizer)) or rule.external:
+    if rule is not RULES.get(type(optimizer)):
         return []
     differ = gpu_bits_differ(rule, optimizer.param_groups, optimizer.state)
     if strict and differ:

@@ -20,13 +20,12 @@ from optfuse._backward import consumed_gradients
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._gpu import is_gpu
 from optfuse._library import bindings
-from optfuse._library.bindings import BACKWARD, LEFT, check, lib, lib_with_gil
+from optfuse._library.bindings import BACKWARD, LEFT, Error, check, lib, lib_with_gil
 from optfuse._options import FORCED, LINK, OFF, Delayed, Options
-from optfuse._own_step import updates
 from optfuse._patches import compiled
-from optfuse._rules import Rule
-from optfuse._updaters.choice import updater_class
+from optfuse._rules import RegisteredRule, Rule
 from optfuse._updaters.ledger import Ledger
+from optfuse._updaters.registered import Registered, free_plan
 from optfuse._updaters.slots import params_of
 from optfuse._updaters.updater import OfPlan
 
@@ -48,7 +47,6 @@ class Link:
     def __init__(self, optimizer: Optimizer, options: Options, rule: Rule) -> None:
         self.stock = type(optimizer)
         self.rule = rule
-        promise = updater_class(rule).promised(optimizer, self.stock, rule)
         self.options = options
         self.mode = options.mode
         self.max_grad_norm = options.max_grad_norm
@@ -56,12 +54,12 @@ class Link:
         self.alone = threading.RLock()  # in one step() at a time, from clipping to delayed updates
         self.plan = _new_plan(rule, options)
         self.kept = weakref.ref(optimizer)  # the optimizer, if it still exists
-        self._free = weakref.finalize(optimizer, updates.free_plan, self.plan)
+        self._free = weakref.finalize(optimizer, free_plan, self.plan)
         self._free.atexit = False  # at exit nothing is launched
         if options.reduction is not None:
             options.reduction.add(self)
         try:
-            of_plan = OfPlan(self.plan, self.stock, rule, options, promise)
+            of_plan = OfPlan(self.plan, self.stock, rule, options)
             self.ledger = Ledger(of_plan, self._free, optimizer)
             links[self.plan] = self
             params = chain.from_iterable(map(params_of, optimizer.param_groups))
@@ -115,17 +113,13 @@ class Link:
 
     def apply(self, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""
+        optimizer, updater = self.kept(), self.ledger.updater
+        if optimizer is None or not isinstance(updater, Registered):
+            raise Error("optfuse: this optimizer no longer exists")
         param = self.ledger.slots.params[slot]
-        made = updates.apply(self.plan, slot, param)
-        optimizer = self.kept()
-        if optimizer is None:
-            return
-        state = optimizer.__dict__["state"]
-        is_absent = param not in state
-        if made is not None:
-            state[param] = made
-        if self.mode == BACKWARD:
-            self.ledger.note_update(slot, state.get(param, {}), is_absent)
+        is_absent = param not in optimizer.__dict__["state"]
+        entry = updater.run(optimizer, slot, param)
+        self.ledger.note_update(slot, entry or {}, is_absent)
 
     def add_only(self, entered: int) -> None:
         """Enters (+1) or leaves (-1) a context whose passes only add."""
@@ -155,7 +149,8 @@ class Link:
 def _new_plan(rule: Rule, options: Options) -> int:
     handle = ctypes.c_void_p()
     name, isa = rule.name.encode(), os.environ.get("OPTFUSE_ISA", "").encode()
-    numbers = options.bucket_bytes, options.accumulate
+    by_one = isinstance(rule, RegisteredRule)  # whose updates don't wait for each other
+    numbers = 1 if by_one else options.bucket_bytes, options.accumulate
     check(lib.of_shim_plan_new(name, options.mode, isa, *numbers, ctypes.byref(handle)))
     assert handle.value is not None
     if options.side_stream:

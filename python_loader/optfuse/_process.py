@@ -30,12 +30,12 @@ from optfuse._library.bindings import (
 )
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
-from optfuse._own_step import updates
 from optfuse._patches import compiled, higher_order, profiling, raw_memory, replacing
+from optfuse._updaters.registered import running
 
 
 def _each_marked(work: Callable[[Link], None]) -> None:
-    if updates.running():  # under a plan's lock; and its tensors are ready
+    if running():  # under a plan's lock; and its tensors are ready
         return
     for link in list(links.values()):
         if link.ledger.marked:
@@ -64,7 +64,7 @@ def flush_all() -> None:
     come."""
     raw_memory.play_recorded()
     _each_marked(Link.flush)
-    if updates.running():
+    if running():
         return
     await_reduction.await_all()
     if lib.of_any_pending():  # of an extension in C++
@@ -136,8 +136,6 @@ def _answer(plan: int, event: int, slot: int) -> int:
             link.options.reduction.finish()
     elif link is not None:
         link.apply(slot)
-    else:
-        updates.apply(plan, slot, None)
     return DONE
 
 

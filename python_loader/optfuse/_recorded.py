@@ -22,14 +22,11 @@ from torch.optim import Optimizer
 
 from optfuse import _process, _shared_state
 from optfuse._arguments.check import parameters_of
-from optfuse._arguments.modes import Backward, Forward
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED, Options
-from optfuse._own_step.register import is_registered
 from optfuse._patches import raw_memory
 from optfuse._patches.profiling import addresses_are_noted
-from optfuse._rules import RULES
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _STEP = "step"
@@ -147,13 +144,6 @@ class Step:
 
 def is_asked(recorded: bool | None) -> bool:
     return os.environ.get("OPTFUSE_RECORDED") != "0" if recorded is None else recorded
-
-
-def has_no_kernels(optimizer: Optimizer, mode: Forward | Backward) -> bool:
-    rule = RULES.get(type(optimizer))
-    if isinstance(mode, Backward):  # updates by torch's operators need no step() there
-        return rule is None and not is_registered(type(optimizer))
-    return rule is None or rule.external
 
 
 def record(optimizer: OptimizerT, options: Options, because: tuple[str, ...]) -> OptimizerT:

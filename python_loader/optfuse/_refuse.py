@@ -15,20 +15,14 @@ from optfuse._arguments.check import label
 from optfuse._dtensor.local_tensors import is_dtensor, local_of, why_not
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import Error
-from optfuse._own_step.reach import span_of
 from optfuse._rules import Group, Rule
 
-_COMMUNICATES = (
-    "it is a DTensor, and this optimizer is updated by PyTorch's operators and not by kernels; on "
-    "a DTensor these may communicate, and processes would not do so in the same order. Keep the "
-    "optimizer as it is"
-)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> None:
     on_cpu = any(param.device.type == "cpu" for param in group["params"])
-    untried = rule.tried and not rule.as_made and not rule.external
+    untried = rule.tried and not rule.as_made
     if untried and any(is_gpu(param.device) for param in group["params"]):
         raise Error(
             f"optfuse: parameter group {index} is on a GPU, and the kernels that update the others "
@@ -41,7 +35,7 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
             "others of this optimizer have its bits on a GPU only; unfuse the optimizer, and fuse "
             "it again with all groups"
         )
-    for flag in ("differentiable",) if rule.external else ("differentiable", "capturable"):
+    for flag in ("differentiable", "capturable"):
         if group.get(flag) and (flag == "differentiable" or on_cpu):
             raise Error(
                 f"optfuse: parameter group {index} has {flag}=True, which has no fused "
@@ -54,18 +48,26 @@ def check_group(rule: Rule, group: dict[str, Any], index: int, strict: bool) -> 
             f"the one that optfuse reproduces bit for bit. Build the optimizer with "
             f"{rule.reference} and a number as lr, or pass strict=False"
         )
-    for i, param in enumerate(group["params"]) if rule.external else ():
-        if is_dtensor(param):
-            raise Error(f"optfuse: can't fuse {label(group, index, i)}: {_COMMUNICATES}")
     if group.get("foreach"):
         _check_apart(group, index)
+
+
+def _span_of(tensor: Tensor) -> tuple[str, int, int] | None:
+    """Addresses of the first byte and of the one after the last; None: it has no memory."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper or not tensor.numel():
+        return None
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in strides)
+    begin = tensor.data_ptr()
+    return str(tensor.device), begin, begin + (last + 1) * tensor.element_size()
 
 
 def _check_apart(group: dict[str, Any], index: int) -> None:
     """With foreach=True each operator runs for all parameters of a group before the next operator
     does. One parameter at a time gives the same only if none reads what another writes."""
     params = group["params"]
-    spans = sorted((*span, i) for i, param in enumerate(params) if (span := span_of(param)))
+    spans = sorted((*span, i) for i, param in enumerate(params) if (span := _span_of(param)))
     for (where, _, end, i), (there, begin, _, j) in pairwise(spans):
         if where == there and begin < end:
             raise Error(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,26 +57,6 @@ def _sgd_state(optimizer: Optimizer, stock: type[Optimizer], group: Group, param
     )
 
 
-#: Rules without kernels: what options stand for that are not numbers.
-_WORDS: dict[str, dict[Any, float]] = {
-    "eps.0": {None: math.nan},
-    "foreach": {None: 0.0},
-    "adjust_lr_fn": {None: 0.0, "original": 0.0, "match_rms_adamw": 1.0},
-}
-#: And of which types numbers may be; a tensor's or NumPy's arithmetic rounds otherwise.
-_NUMBERS: dict[str, tuple[type, ...]] = {"ns_steps": (int,), "adjust_lr_fn": ()}
-
-
-def _plain(name: str, value: Any) -> float:
-    """An option as a number; raises ValueError if it is not a usual one."""
-    if type(value) in _NUMBERS.get(name, (float, int, bool)) and value == value:
-        return float(value)
-    words = _WORDS.get(name, {})
-    if (value is None or type(value) is str) and value in words:
-        return words[value]
-    raise ValueError(name)
-
-
 #: References that compute with options in Python, in whatever precision these have.
 _IN_PYTHON = ("foreach=False", "own step()")
 
@@ -99,12 +78,6 @@ _PLACES = {
     "etaplus": "etas.1",
     "step_size_min": "step_sizes.0",
     "step_size_max": "step_sizes.1",
-    "eps1": "eps.0",
-    "eps2": "eps.1",
-    "a": "ns_coefficients.0",
-    "b": "ns_coefficients.1",
-    "c": "ns_coefficients.2",
-    "adjust_lr": "adjust_lr_fn",
 }
 
 
@@ -112,7 +85,7 @@ def _rows(text: str) -> dict[str, dict[str, Any]]:
     """The fields of Rule that the C library's table of rules has (kernels/rules/lists.h)."""
     rows = {}
     for line in text.splitlines():
-        name, kind, steps, *lists = line.split(":")
+        name, _, steps, *lists = line.split(":")
         state, options, counters = (tuple(words.split()) for words in lists)
         rows[name] = {
             "options": tuple(_PLACES.get(option, option) for option in options),
@@ -120,7 +93,6 @@ def _rows(text: str) -> dict[str, dict[str, Any]]:
             "counters": counters,
             "counts_on_gpu": steps == "COUNTED_ON_GPU",
             "counts_steps": steps != "UNCOUNTED",
-            "external": kind == "EXTERNAL",
         }
     return rows
 
@@ -138,7 +110,6 @@ class Rule:
     counters: tuple[str, ...]  # 0-dim tensors other than "step" that count updates
     counts_on_gpu: bool  # of a parameter on a GPU all of these are there, too
     counts_steps: bool  # there is a "step"
-    external: bool  # there are no kernels: torch's operators or the class's own step() update
     # The implementation of PyTorch on the CPU whose bits are reproduced, and the
     # flag of a group that selects it.
     reference: str = "fused=True"
@@ -148,15 +119,11 @@ class Rule:
     lr_makes_scalars: bool = False
     # Whether updates on a GPU have to pass a trial there against the class's own step() ...
     tried: bool = False
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the trial's parameters; none: vectors
     as_made: bool = False  # ... and has: its bits are the class's, with its own flags
     fuses_dtensors: bool = False  # PyTorch's fused=True takes DTensors
     takes_mixed: bool = False  # and, on GPUs, float32 parameters whose state is bfloat16
     scales: bool = False  # step() reads the optimizer's grad_scale and found_inf
     asserts_no_scale: bool = False  # ... and raises if there is one
-    # Keys of a state entry, in the order of the native update by operators; none: there
-    # is no such update.
-    entries: tuple[tuple[str, ...], ...] = ()
     because: tuple[str, ...] = ()  # why step() is recorded, where kernels might update
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
     _lengths: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -170,8 +137,6 @@ class Rule:
 
     def hyper(self, group: Group) -> tuple[float, ...]:
         """A group's numbers, as the C rule wants them."""
-        if self.external:
-            return self._plain_numbers(group)
         try:
             numbers = tuple(
                 [
@@ -222,15 +187,9 @@ class Rule:
     def flags(self, group: Group) -> Group:
         """The options of a group that select the reference on the CPU, and on GPUs of
         rules that are not tried there, where the group selects another one."""
-        wanted = {"capturable": False}
-        if not self.external:
-            wanted |= {"fused": self.reference == "fused=True", "foreach": False}
+        is_fused = self.reference == "fused=True"
+        wanted = {"capturable": False, "fused": is_fused, "foreach": False}
         return {flag: value for flag, value in wanted.items() if flag in group}
-
-    @property
-    def is_own(self) -> bool:
-        """Whether only the class's own step() updates."""
-        return self.name == OWN.name
 
     @property
     def reads_scale(self) -> bool:
@@ -239,38 +198,16 @@ class Rule:
 
     def on_gpus(self) -> Rule:
         """Where the trial was passed."""
-        return self if self.external else replace(self, reference="own step()", as_made=True)
+        return replace(self, reference="own step()", as_made=True)
 
     def numbers_on_gpu(self) -> tuple[str, ...]:
         """Keys of the state whose tensors are where the parameter is."""
         return ("step", *self.counters) if self.counts_on_gpu else ()
 
-    def updates_by(self) -> str:
-        """The replacement of the class's own step() on a GPU."""
-        return "torch's operators" if self.external else "the kernels"
-
-    def _plain_numbers(self, group: Group) -> tuple[float, ...]:
-        """All NaN, for the class's own step(), if one of them is not a usual one."""
-        numbers = []
-        try:
-            for name, (key, i) in zip(self.options, self._where, strict=True):
-                if i is not None and len(group[key]) != self._lengths[key]:
-                    raise ValueError(name)
-                numbers.append(_plain(name, group[key] if i is None else group[key][i]))
-        except (ValueError, KeyError, TypeError, OverflowError):
-            return (math.nan,) * len(self.options)
-        return tuple(numbers)
-
-    def is_native(self, group: Group) -> bool:
-        """Whether updates run torch's operators without the class's own step(), once
-        there is state."""
-        usual = bool(self.entries) and not math.isnan(self.hyper(group)[0])
-        return usual and not group.get("foreach")
-
     def difference(self, group: Group) -> str:
         """The option of the group that selects an implementation other than the one whose bits
         are reproduced; empty if nothing does."""
-        if self.external or self.as_made:
+        if self.as_made:
             return ""
         lr = group.get("lr")
         if self.lr_makes_scalars and isinstance(lr, Tensor) and lr.dtype != torch.float64:
@@ -299,7 +236,15 @@ class RecordedRule(AnyRule):
     """That of an optimizer whose own step() is recorded."""
 
 
+@dataclass(frozen=True)
+class RegisteredRule(AnyRule):
+    """That of an optimizer whose own step() runs on one parameter at a time, in backward mode."""
+
+    native: str = ""  # of an update by torch's operators in its place (_updaters/native.py)
+
+
 RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
+REGISTERED = RegisteredRule("traced", **ROWS["traced"], reference="own step()")
 
 
 def _rule(name: str, **more: Any) -> Rule:
@@ -308,7 +253,6 @@ def _rule(name: str, **more: Any) -> Rule:
 
 _ADAM = _rule("adam", fuses_dtensors=True, takes_mixed=True, scales=True)
 _loop = functools.partial(_rule, reference="foreach=False", tried=True)
-_own = functools.partial(_rule, reference="own step()")
 
 RULES: dict[type[Optimizer], Rule] = {
     SGD: _rule("sgd", make_state=_sgd_state, scales=True),
@@ -322,26 +266,15 @@ RULES: dict[type[Optimizer], Rule] = {
     Adamax: _loop("adamax", lr_makes_scalars=True),
     Rprop: _loop("rprop"),
     ASGD: _loop("asgd", lr_makes_scalars=True),
-    # Torch's operators, in the order of the class's step().
-    Adafactor: _own(
-        "adafactor",
-        tried=True,
-        asserts_no_scale=True,
-        shapes=((1,), (7,), (1003,), (1, 1), (40, 60), (131, 33), (3, 5, 7)),
-        entries=(("step", "row_var", "col_var"), ("step", "variance")),
-    ),
-    Muon: _own(
-        "muon",
-        tried=True,
-        shapes=((1, 1), (7, 3), (40, 60), (131, 33)),
-        entries=(("momentum_buffer",),),
-    ),
 }
 # Those of optfuse.optim have the name of their rule.
 RULES |= {cls: _rule(cls.__name__.lower(), reference="step()", tried=True) for cls in CLASSES}
 
-# The class's own step(), on one parameter at a time.
-OWN = _own("own")
+# In backward mode. They look at numbers of gradients, or call many operators on small matrices.
+NATIVE: dict[type[Optimizer], RegisteredRule] = {
+    Adafactor: replace(REGISTERED, native="adafactor", asserts_no_scale=True),
+    Muon: replace(REGISTERED, native="muon"),
+}
 
 
 def _check_table() -> None:

@@ -19,8 +19,6 @@ from optfuse._gpu import is_gpu
 from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
 from optfuse._link import Link, link_of
 from optfuse._options import RECORDED, is_fused, is_recorded
-from optfuse._rules import Group, Rule
-from optfuse._trials import products
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Summary:
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check
     own_step_because: tuple[str, ...]  # why, where something else might update
     traced: str  # in a line, of an optimizer whose step() is traced; or ""
-    products_because: tuple[str, ...]  # why operators multiply there, where cuBLAS might
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     delayed: int  # parameters whose updates arrive late, as asked
@@ -101,10 +98,6 @@ class Summary:
         yield from (
             f"the class's own step() updates, because {why}" for why in self.own_step_because
         )
-        yield from (
-            f"torch's operators multiply matrices of Muon, and not cuBLAS, because {why}"
-            for why in self.products_because
-        )
         if self.norms == TORCHS:
             yield "torch's operator finds the norms of gradients: ours has other bits here"
         if self.scaled_steps:
@@ -152,15 +145,6 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
     return sorted({"CUDA" if is_gpu(p.device) else "the CPU" for p in params})
 
 
-def _external_updates(rule: Rule, groups: list[Group], dtype: str) -> str:
-    """The name of what updates parameters of this dtype where there are no kernels."""
-    found = set()
-    for group in groups:
-        if any(str(p.dtype) == f"torch.{dtype}" for p in group["params"]):
-            found.add(rule.updates_by() if rule.is_native(group) else "own step()")
-    return " and ".join(sorted(found))
-
-
 def _promised(plan: int) -> Iterator[PromisedLayer]:
     found = Promises()
     for i in count():
@@ -194,7 +178,6 @@ def _of_own_step(optimizer: Optimizer, params: list[Tensor]) -> Summary:
         gpu_bits_differ=(),
         own_step_because=(),
         traced=step.described() if step else "",
-        products_because=(),
         isa={},
         eager=len(step.options.eager) if step else 0,
         delayed=0,
@@ -229,11 +212,9 @@ def summary(optimizer: Optimizer) -> Summary:
         gpu_bits_differ=tuple(sorted({*link.gpu_bits_differ, *updater.gpu_bits_differ})),
         own_step_because=link.rule.because,
         traced=updater.described(),
-        products_because=tuple(products.reasons(link.rule, groups)),
         isa={
-            name: _external_updates(link.rule, groups, name)
-            if link.rule.external
-            else " and ".join(
+            name: updater.updates_by
+            or " and ".join(
                 lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
                 for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")
             )

@@ -61,16 +61,15 @@ bool is_reduced_by_ddp(c10::TensorImpl *param) {
     });
 }
 
-// Throws the core's error. slot: the one that the core names; or OF_NO_SLOT, and Python may
-// have raised.
+// Throws the core's error, or what Python has raised. slot: the one that the core names; or OF_NO_SLOT.
 void check(const Plan *plan, size_t slot, of_status status) {
     if (status == OF_OK || is_closed(plan))
         return;
     const std::string text = of_error_message();
-    if (slot == OF_NO_SLOT) {
-        _object *type = std::exchange(raised_in_python, nullptr);
-        fail(type == nullptr ? "optfuse: " + text : text, type);
-    }
+    if (_object *type = std::exchange(raised_in_python, nullptr); type != nullptr)
+        fail(text_of_raised, type);
+    if (slot == OF_NO_SLOT)
+        fail("optfuse: " + text);
     const std::string label = slot < plan->slots.size() ? plan->slots[slot]->label : "a parameter";
     const std::string place = status == OF_TWICE ? find_caller().place : "";
     fail("optfuse: " + place +
@@ -221,7 +220,7 @@ Pass pass_under_way(const std::shared_ptr<Plan> &plan, size_t slot, const at::Te
     bool first = false;
     const of_status status =
         of_pass_begin(plan->core, static_cast<of_token>(task + 1), &pass, &first);
-    check(plan.get(), raised_in_python == nullptr ? slot : OF_NO_SLOT, status);
+    check(plan.get(), slot, status);
     Pass held(pass);
     if (first)
         begin_backward(plan, pass, param);

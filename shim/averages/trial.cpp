@@ -68,7 +68,7 @@ bool are_all_equal(Formula formula, at::ScalarType type) {
     return true;
 }
 
-enum Verdict : int { NOT_TRIED, ALIKE, OTHERWISE };
+enum : int { NOT_TRIED, ALIKE, OTHERWISE };
 
 // Two threads may try the same at once, and find the same.
 std::atomic<int> verdicts[static_cast<size_t>(Formula::COUNT)]

@@ -21,7 +21,7 @@
 #include <optional>
 
 #include "clipping/pending.h"
-#include "external/native.h"
+#include "native/native.h"
 #include "slots.h"
 
 namespace optfuse {

@@ -48,7 +48,7 @@ std::atomic<int64_t> waits_from{16384};
 // takes many at once; so is every gradient while a CUDA graph is captured.
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
-    return is_gpu(g->device()) && !plan->rule->external && plan->mode == OF_FORWARD &&
+    return is_gpu(g->device()) && plan->mode == OF_FORWARD &&
            plan->scalars.has_factor(g->dtype().toScalarType()) && is_private(storage_of(g), 0) &&
            current_stream(g->device().index()).capture == 0 &&
            prepare_scaling(plan, g->device(), dtype);

@@ -119,10 +119,7 @@ void Ledger::create_updates(OptimizerReader &now, Look look) {
     now.prepare(look, false);
     if (in_backward && has_lost_gradient_hook(plan))
         now.attach();
-    const int status = step_plan(now);
-    if (status != OF_OK)
-        now.step_failed();
-    check(status);
+    check(step_plan(now));
 }
 
 void Ledger::step(OptimizerReader &now) {

@@ -44,7 +44,6 @@ struct OptimizerReader {
     virtual bool begin(Look *, bool /* in_backward */) { return true; }
     virtual void prepare(const Look &, bool /* in_backward */) {}
     virtual void end(bool /* done */) {}
-    virtual void step_failed() {} // the core's error follows, unless this throws
 
     // ---- between backward() and step(): what updates have used, and is other now
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "autograd/consumed.h"
+#include "compat.h"
 #include "promises/embedding.h"
 #include "promises/linear.h"
 #include "promises/promise.h"

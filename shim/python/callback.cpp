@@ -16,6 +16,7 @@
 namespace optfuse {
 
 thread_local _object *raised_in_python = nullptr;
+thread_local std::string text_of_raised;
 
 namespace {
 
@@ -96,6 +97,15 @@ std::string text_of(_object *made) {
     return text;
 }
 
+// Whether type(text) is an exception.
+bool can_make(_object *type, const std::string &text) {
+    _object *const made = of_interpreter.call(type, "s", text.c_str());
+    if (made != nullptr)
+        of_interpreter.drop(made);
+    of_interpreter.clear();
+    return made != nullptr;
+}
+
 // as_it_is: keep the type of the exception. Else an error arrives as optfuse.Error, and an
 // interrupt by its own type.
 int take_exception(bool as_it_is) {
@@ -104,10 +114,15 @@ int take_exception(bool as_it_is) {
     p.fetch(&type, &value, &trace);
     p.normalize(&type, &value, &trace);
     std::string text = text_of(p.str(value));
-    if (as_it_is || p.matches(type, *p.exception) == 0) {
+    const bool is_error = p.matches(type, *p.exception) != 0;
+    const bool is_ours = p.matches(type, PythonError::type) != 0;
+    if (!is_error || (as_it_is && !is_ours && can_make(type, text))) {
         raised_in_python = type;
+        text_of_raised = text;
         p.keep(type); // for ever: nobody knows for how long it is needed
-    } else if (p.matches(type, PythonError::type) == 0) {
+        if (is_error && as_it_is)
+            text = text_of(p.attribute(type, "__name__")) + ": " + text;
+    } else if (!is_ours) {
         text = text_of(p.attribute(type, "__name__")) + ": " + text;
     } else if (text.rfind("optfuse: ", 0) == 0) {
         text.erase(0, 9);
@@ -174,7 +189,7 @@ int ask_python(Plan *plan, of_shim_event event, size_t slot) {
     _object *answer = p.call(callback, "Kin", reinterpret_cast<unsigned long long>(plan),
                              static_cast<int>(event), static_cast<ssize_t>(slot));
     if (answer == nullptr)
-        return take_exception(false);
+        return take_exception(event == OF_SHIM_APPLY);
     const long number = p.number(answer);
     p.drop(answer);
     return static_cast<int>(number);

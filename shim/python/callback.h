@@ -18,9 +18,10 @@ struct RaisedInPython {};
 
 void set_callback(_object *callable);
 // Calls Python. Returns the answer (shim.h), or 0 if the call raised: of_error_message() says
-// why, and raised_in_python is the type to raise if that is not optfuse.Error.
+// why, and raised_in_python is the type to raise if that is not optfuse.Error, with text_of_raised.
 int ask_python(Plan *plan, of_shim_event event, size_t slot);
 extern thread_local _object *raised_in_python;
+extern thread_local std::string text_of_raised;
 // Runs work() with the GIL, and handlers of signals before or after it. Returns false after
 // of_set_error(), as ask_python() does.
 bool in_python(const std::function<void()> &work);

@@ -338,11 +338,6 @@ void PythonReader::raise_held() {
     held = Raised();
 }
 
-void PythonReader::step_failed() {
-    if (has(OF_SHIM_ASKS))
-        is_so("step_failed", "s", of_error_message());
-}
-
 // ---- between backward() and step()
 
 void PythonReader::note_used() {

@@ -92,7 +92,6 @@ class PythonReader final : public OptimizerReader {
     bool begin(Look *look, bool in_backward) override;
     void prepare(const Look &look, bool in_backward) override;
     void end(bool done) override;
-    void step_failed() override;
     void note_used() override;
     void confirmed(bool complained) override;
     bool counts_together() override;

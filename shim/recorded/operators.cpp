@@ -9,7 +9,9 @@
 
 #include "arguments.h"
 #include "plan.h"
+#include "python/gil.h"
 #include "recorded/ahead.h"
+#include "slots.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -59,6 +61,36 @@ std::string why_not_ahead(int64_t address) {
     return plan.ahead ? plan.ahead->why : "";
 }
 
+// The updates of this plan's slots are made by the class's own step(), which takes the GIL; native: a name
+// of native/native.h, or nothing.
+void run_own_step(int64_t address, const std::string &native) {
+    static const auto own = [] {
+        const auto made = std::make_shared<Program>();
+        made->core.by_host = made->is_own = true;
+        return std::shared_ptr<const Program>(made);
+    }();
+    updates_take_the_gil();
+    Plan &plan = plan_at(address);
+    plan.native = native_update(native);
+    for (Slot *slot : plan.slots)
+        slot->program = own;
+}
+
+// The options of each group, for native updates.
+void set_numbers(int64_t address, int64_t n_numbers, const std::vector<double> &numbers) {
+    auto &all = plan_at(address).numbers;
+    all.clear();
+    for (auto at = numbers.begin(); at != numbers.end(); at += n_numbers)
+        all.emplace_back(at, at + n_numbers);
+}
+
+// The tensors of a slot's state.
+void know_state(int64_t address, int64_t index, std::vector<at::Tensor> state) {
+    Slot &slot = slot_at(plan_at(address), index);
+    slot.own = std::move(state);
+    note_versions(slot);
+}
+
 } // namespace
 } // namespace optfuse::recorded
 
@@ -73,4 +105,7 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("end_ahead(int plan) -> ()", end_ahead);
     m.def("leave_to_step(int plan, str why) -> ()", leave_to_step);
     m.def("why_not_ahead(int plan) -> str", why_not_ahead);
+    m.def("run_own_step(int plan, str native) -> ()", run_own_step);
+    m.def("set_numbers(int plan, int n_numbers, float[] numbers) -> ()", set_numbers);
+    m.def("know_state(int plan, int slot, Tensor[] state) -> ()", know_state);
 }

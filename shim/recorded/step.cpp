@@ -5,15 +5,19 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 
+#include "clock.h"
 #include "error.h"
 #include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/ahead.h"
+#include "recorded/instead.h"
 #include "recorded/tape.h"
 #include "shim.h"
 #include "tensor/first_use.h"
@@ -107,19 +111,25 @@ int play_and_set_data(of_object *self, of_object *value, void *closure) {
     return -1;
 }
 
-// By parameter, what its .grad is in a step() that runs ahead of its gradients; and those whose .grad
-// it has set to None, a list of Python's.
-struct Instead {
-    ska::flat_hash_map<const of_object *, of_object *> gradients;
-    of_object *dropped;
-};
 thread_local Instead *instead = nullptr;
+
+// As long as one exists, .grad is that.
+class WithGradients {
+  public:
+    explicit WithGradients(Instead *its) : before(std::exchange(instead, its)) {}
+    ~WithGradients() { instead = before; }
+    WithGradients(const WithGradients &) = delete;
+    WithGradients &operator=(const WithGradients &) = delete;
+
+  private:
+    Instead *const before;
+};
 
 int note_and_set_grad(of_object *self, of_object *value, void *closure) {
     const bool drops = value == nullptr || value == of_interpreter.none;
     if (instead != nullptr && drops && instead->gradients.count(self) != 0) {
         instead->gradients[self] = of_interpreter.none;
-        return of_interpreter.append(instead->dropped, self);
+        return instead->dropped == nullptr ? 0 : of_interpreter.append(instead->dropped, self);
     }
     if (open == nullptr || drops || answers([] { open->meets("sets .grad"); }))
         return set_grad(self, value, closure);
@@ -131,9 +141,11 @@ of_object *get_grad_instead(of_object *self, void *closure) {
     if (instead != nullptr) {
         const auto found = instead->gradients.find(self);
         if (found != instead->gradients.end()) {
+            instead->look(found->second == of_interpreter.none);
             of_interpreter.keep(found->second);
             return found->second;
         }
+        instead->last_look = 0;
     }
     return get_grad(self, closure);
 }
@@ -191,6 +203,24 @@ Attribute *attribute_at(void *object, const char *name, size_t head_bytes) {
 
 Tape *open_tape() { return open; }
 
+void Instead::look(bool is_none) {
+    if (!is_none) {
+        last_look = 0;
+        return;
+    }
+    constexpr int64_t kTimed = 16; // one pair of so many, since a clock takes longer than a look
+    if (const int64_t i = n_looks++ % kTimed; i <= 1) {
+        const double now = seconds_now();
+        const double passed = now - last_look;
+        last_look = now;
+        if (i == 0 || passed == now || passed > 4 * least) // an update came between them
+            return;
+        least = std::min(least, passed);
+        seconds += passed;
+        n_timed++;
+    }
+}
+
 } // namespace optfuse::recorded
 
 of_object *of_shim_recorded_step(of_shim_plan *handle, of_object *step, of_object *arguments,
@@ -219,23 +249,51 @@ of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *
                               of_object *params, of_object *gradients, of_object *dropped) {
     using namespace optfuse::recorded;
     Ahead *const ahead = &ahead_of(*optfuse::plan_of(handle));
-    Instead table = {{}, dropped};
+    Instead table;
+    table.dropped = dropped;
     for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
         table.gradients[of_interpreter.list_item(params, i)] =
             of_interpreter.list_item(gradients, i);
     const c10::AutoGradMode as_in_step(true);
     const c10::OptionalDeviceGuard on_its_device(ahead->device);
     const WithSettings as_last(ahead->device ? ahead->of_step : Settings());
-    instead = &table;
-    of_object *const result = call_recorded(
+    const WithGradients so(&table);
+    return call_recorded(
         ahead->tape(), Tape::Kind::AHEAD, step, arguments, nullptr, [&](bool is_done) {
             if (is_done)
                 ahead->end_step(*optfuse::plan_of(handle));
             else
                 ahead->fail_step();
         });
-    instead = nullptr;
+}
+
+void of_shim_hide_gradients(of_shim_plan *handle, of_object *params) {
+    using namespace optfuse::recorded;
+    auto &table = optfuse::plan_of(handle)->instead;
+    if (!table)
+        table = std::make_shared<Instead>();
+    table->gradients.clear();
+    for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
+        table->gradients[of_interpreter.list_item(params, i)] = of_interpreter.none;
+}
+
+of_object *of_shim_step_alone(of_shim_plan *handle, of_object *step, of_object *arguments,
+                              of_object *param) {
+    using namespace optfuse::recorded;
+    Instead *const table = optfuse::plan_of(handle)->instead.get();
+    table->last_look = 0;
+    table->gradients.erase(param); // what step() does to its .grad is what it does in stock
+    const WithGradients so(table);
+    of_object *const result = of_interpreter.call_with(step, arguments, nullptr);
+    table->gradients[param] = of_interpreter.none;
     return result;
+}
+
+double of_shim_seconds_in_loops(of_shim_plan *handle) {
+    const auto &table = optfuse::plan_of(handle)->instead;
+    if (!table || table->n_timed == 0)
+        return 0;
+    return table->seconds * static_cast<double>(table->n_looks) / static_cast<double>(table->n_timed);
 }
 
 bool of_shim_is_recording(void) {

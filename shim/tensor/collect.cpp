@@ -11,12 +11,12 @@
 #include "autograd/consumed.h"
 #include "compat.h"
 #include "error.h"
-#include "external/apply.h"
 #include "gpu/device.h"
 #include "gpu/place.h"
 #include "guard.h"
 #include "plan.h"
 #include "promises/promise.h"
+#include "recorded/by_host.h"
 #include "tensor/await.h"
 #include "tensor/first_use.h"
 #include "tensor/gradient.h"
@@ -179,7 +179,7 @@ bool is_in_state(const Slot *slot, unsigned used, const c10::TensorImpl *g) {
 // program makes it.
 bool applies_factor(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g) {
     const Plan *plan = slot->plan;
-    if (plan->rule->external || writes_gradient(slot) || runs_lines(slot))
+    if (writes_gradient(slot) || is_by_host(slot))
         return false;
     if (!is_gpu(p->device()))
         return true;
@@ -307,7 +307,7 @@ of_found check_tensors(const Plan *plan, Slot *slot, c10::TensorImpl *p, c10::Te
     launch_others(p);
     if (has_mark(g) && !is_promise(g))
         launch_others(g, applies_factor(slot, p, g) ? of_launch_at : of_access);
-    if (slot->tried != ANYWHERE && !plan->rule->external &&
+    if (slot->tried != ANYWHERE &&
         check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     if (plan->rule->runs_programs && !slot->program)
@@ -316,14 +316,13 @@ of_found check_tensors(const Plan *plan, Slot *slot, c10::TensorImpl *p, c10::Te
 }
 
 // The inputs, whose references live until release().
-of_found fill_in_references(const Plan *plan, Slot *slot, const at::Tensor &grad, unsigned used,
-                            of_inputs *in) {
+of_found fill_in_references(Slot *slot, const at::Tensor &grad, unsigned used, of_inputs *in) {
     References *refs = new (in->references) References;
     of_found found = OF_FOUND_ERROR;
     try {
-        const bool is_own = plan->rule->external || runs_lines(slot);
-        found = is_own ? fill_in_own(slot, slot->param, grad, in, refs)
-                       : fill_in(slot, slot->param, grad, used, in, refs);
+        found = is_by_host(slot)
+                    ? fill_in_by_host(slot, slot->param, grad, in, refs)
+                    : fill_in(slot, slot->param, grad, used, in, refs);
     } catch (...) {
         refs->~References();
         throw;
@@ -352,16 +351,18 @@ of_found collect_special(Plan *plan, Slot *slot, const at::Tensor &grad, of_inpu
                             " by backward fusion: call zero_grad() after each step(), and step() "
                             "once after each backward")
                    : OF_FOUND_NOTHING;
+    if (runs_own_step(slot) && !in->in_backward) // step() itself has called the class's
+        return OF_FOUND_NOTHING;
     if (check_tensors(plan, slot, p, g, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     const unsigned used = plan->rule->runs_programs ? slot->program->state() : in->used;
     if (state_is_missing(slot, used))
         return in->in_backward && plan->leaves_stateless ? OF_FOUND_NOTHING : OF_FOUND_NEEDS_STATE;
     in->mixed = is_mixed(slot, p, used);
-    if (!plan->rule->external && is_gpu(p->device()) &&
+    if (is_gpu(p->device()) &&
         prepare_gpu(slot, p, in->dtype, in->mixed) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    return fill_in_references(plan, slot, grad, used, in);
+    return fill_in_references(slot, grad, used, in);
 }
 
 } // namespace optfuse

@@ -14,7 +14,6 @@
 #include "averages/averages.h"
 #include "clipping/pending.h"
 #include "compat.h"
-#include "external/apply.h"
 #include "gpu/device.h"
 #include "guard.h"
 #include "matrix/mkl.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // host.h: the core's host over libtorch. host.cpp fills its table with functions of these
-// files, of external/apply.h and of clipping/pending.h.
+// files, of recorded/by_host.h and of clipping/pending.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -66,12 +66,7 @@ struct Special {
     // written back after the update.
     std::vector<std::pair<at::Tensor, at::Tensor>> stand_ins;
     size_t n_written = 0;
-    // Rules without kernels: the gradient, which may have left .grad before the
-    // update runs; whether gradients were on; and whether the thread had modes that
-    // the update must run under, as in stock.
-    at::Tensor held_grad;
-    bool grad_mode = true;
-    bool as_is = false;
+    at::Tensor held_grad; // of an update by the host
     Proxies proxies; // a deferred update's
 };
 

@@ -91,16 +91,15 @@ bool fill_in_kind(const c10::TensorImpl *p, of_inputs *in) {
 
 // Kernels run its program, which reads the gradient only.
 [[gnu::noinline]] bool has_usual_program(const Slot *slot) {
-    return slot->program && !runs_lines(slot) && !writes_gradient(slot);
+    return slot->program && !is_by_host(slot) && !writes_gradient(slot);
 }
 
 // Nobody has asked for more than an update of its parameter, which has memory.
 bool is_usual_slot(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const Plan *plan = slot->plan;
     const of_rule *rule = plan->rule;
-    return storage_of(p) != nullptr && !rule->external &&
-           (!rule->runs_programs || has_usual_program(slot)) && rule->n_counters == 0 &&
-           !plan->scalars.scale_gradients() && slot->aliases.empty() && !slot->gradient_is_known &&
+    return storage_of(p) != nullptr && (!rule->runs_programs || has_usual_program(slot)) &&
+           rule->n_counters == 0 && !plan->scalars.scale_gradients() && slot->aliases.empty() && !slot->gradient_is_known &&
            !slot->reduced &&
            (slot->tried == ANYWHERE || is_tried(slot, p, dtype));
 }

@@ -2,10 +2,9 @@
 """A GPU for the tests: the torch device "fakecuda", in two copies.
 
 It is made of libfake_cuda.so (OPTFUSE_FAKE_CUDA names it), whose operators run
-on the CPU at once, libfake_blas.so beside it, its cuBLAS, and
-libfake_optfuse_cuda.so (OPTFUSE_CUDA_LIBRARY), optfuse's CUDA kernels compiled
-for the CPU. Streams and events order nothing here; races() says what they would
-have left open on a real device. Streams and events are torch's own:
+on the CPU at once, and libfake_optfuse_cuda.so (OPTFUSE_CUDA_LIBRARY), optfuse's
+CUDA kernels compiled for the CPU. Streams and events order nothing here; races() says
+what they would have left open on a real device. Streams and events are torch's own:
 torch.Stream, torch.Event, torch.accelerator."""
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import ctypes
 import os
 import time
 import types
-from pathlib import Path
 
 import torch
 
@@ -36,8 +34,8 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-def load(blas: bool = True) -> None:
-    """Makes the device; once per process. blas: with cuBLAS."""
+def load() -> None:
+    """Makes the device; once per process."""
     if hasattr(torch, NAME):
         return
     torch.ops.load_library(os.environ[LIBRARY])
@@ -51,16 +49,9 @@ def load(blas: bool = True) -> None:
             powers = kernels.fake_optfuse_powf, kernels.fake_optfuse_pow
             addresses = (ctypes.cast(power, ctypes.c_void_p).value for power in powers)
             torch.ops.fakecuda.set_powers(*addresses)
-    if blas:
-        fake_blas()
     # A thread of the autograd engine that still lets go of a graph when Python
     # ends would take the process down.
     atexit.register(time.sleep, 0.05)
-
-
-def fake_blas() -> ctypes.CDLL:
-    """With fake_blas_flip() and the others of blas.cpp."""
-    return ctypes.CDLL(str(Path(os.environ[LIBRARY]).with_name("libfake_blas.so")))
 
 
 def stream(device: int = 0) -> torch.Stream:

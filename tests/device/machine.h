@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-// Functions of libfake_cuda.so that libfake_blas.so needs.
+// Functions of libfake_cuda.so that others call.
 #define FAKE_SHARED __attribute__((visibility("default")))
 
 namespace fake {

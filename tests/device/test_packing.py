@@ -190,7 +190,7 @@ WITHOUT = """
 import os, sys
 sys.path.insert(0, {folder!r})
 import fakecuda
-fakecuda.load(blas=False)
+fakecuda.load()
 os.environ["OPTFUSE_CUDA_LIBRARY"] = {library!r}
 import torch, optfuse
 model = torch.nn.Linear(3, 2).to(fakecuda.NAME)

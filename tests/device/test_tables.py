@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 import fakecuda
-fakecuda.load(blas=False)
+fakecuda.load()
 import torch, optfuse
 p = torch.ones(4, device=fakecuda.NAME, requires_grad=True)
 optimizer = optfuse.fuse(torch.optim.AdamW([p], fused=True))

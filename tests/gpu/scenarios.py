@@ -22,7 +22,6 @@ import graphs  # noqa: F401
 import harness
 import memory
 import own_rules  # noqa: F401
-import products  # noqa: F401
 import reads  # noqa: F401
 import recorded  # noqa: F401
 import streams  # noqa: F401
@@ -31,7 +30,7 @@ import training  # noqa: F401
 from harness import FAILED, On, Outcome, Scenario, play
 
 PARTS = {
-    "bits": ("bits", "products", "own_rules"),  # the longest last
+    "bits": ("bits", "own_rules"),  # the longest last
     "recorded": ("recorded",),
     "transparency": ("reads", "training", "streams", "graphs", "memory"),
 }

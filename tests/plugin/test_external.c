@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* A rule without kernels: the host's apply() does the update, when the schedule
- * says so, and may fail. */
+/* Programs of the host: its apply() does the update, when the schedule says so, and may fail. */
 #include <string.h>
 
 #include "fixture.h"
@@ -17,9 +16,8 @@ static bool fails;
 static int applied;
 
 /* Adds the gradient's first number to the parameter's. */
-static bool apply(void *ctx, of_inputs *in, const double *hyper) {
+static bool apply(void *ctx, of_inputs *in) {
     (void)ctx;
-    (void)hyper;
     if (fails) {
         of_set_error("the host can't");
         return false;
@@ -29,6 +27,8 @@ static bool apply(void *ctx, of_inputs *in, const double *hyper) {
     return true;
 }
 
+static const of_program by_host = {.by_host = true};
+
 static world make(of_mode mode) {
     world w = {.host = fake_host_new()};
     of_plan_options options = {.struct_size = sizeof options, .mode = mode};
@@ -37,11 +37,12 @@ static world make(of_mode mode) {
     w.host->consumes = mode == OF_BACKWARD;
     fails = false;
     applied = 0;
-    ck_assert_int_eq(of_plan_create(&w.host->table, "own", &options, &w.plan), OF_OK);
+    ck_assert_int_eq(of_plan_create(&w.host->table, "traced", &options, &w.plan), OF_OK);
     ck_assert_int_eq(of_plan_set_group(w.plan, 0, &(double){0}, 0), OF_OK);
     for (int i = 0; i < N; i++) {
         w.tensors[i] = fake_tensor_new(w.host, OF_FLOAT32, 5, 1);
         w.tensors[i]->owned = true;
+        w.tensors[i]->program = &by_host;
         ck_assert_int_eq(of_plan_add_slot(w.plan, w.tensors[i], 0, false, NULL), OF_OK);
     }
     return w;
@@ -119,15 +120,6 @@ START_TEST(a_failure_is_told_to_who_uses_the_memory_and_to_every_step) {
 }
 END_TEST
 
-START_TEST(a_host_without_apply_has_no_such_plans) {
-    fake_host *host = fake_host_new();
-    of_plan *plan;
-    ck_assert_int_eq(of_plan_create(&host->table, "own", NULL, &plan), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "apply"));
-    fake_host_free(host);
-}
-END_TEST
-
 int main(void) {
     Suite *suite = suite_create("by host");
     TCase *tests = tcase_create("by host");
@@ -135,7 +127,6 @@ int main(void) {
     tcase_add_test(tests, the_host_updates_inside_step_what_others_may_see);
     tcase_add_test(tests, the_host_updates_in_backward);
     tcase_add_test(tests, a_failure_is_told_to_who_uses_the_memory_and_to_every_step);
-    tcase_add_test(tests, a_host_without_apply_has_no_such_plans);
     suite_add_tcase(suite, tests);
     return run(suite);
 }

@@ -23,9 +23,8 @@ static of_program by_kernels = {.code = &code_of_add, .n = 1};
 static of_program by_host = {.reads = 3, .writes = 1, .by_host = true};
 
 /* The gradient's first number decides by how much. */
-static bool apply(void *ctx, of_inputs *in, const double *hyper) {
+static bool apply(void *ctx, of_inputs *in) {
     (void)ctx;
-    (void)hyper;
     applied++;
     if (fails) {
         of_set_error("the host can't");

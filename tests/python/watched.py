@@ -6,17 +6,17 @@ import pytest
 
 @pytest.fixture
 def python_updates(monkeypatch):
-    """The slots that the class's own step() has updated; clear() it after fuse()."""
-    from optfuse._own_step import (
-        updates,  # here, for the conftests first say what stands in for a GPU
+    """The slots that the class's own step() has updated in backward mode."""
+    from optfuse._updaters.registered import (
+        Registered,  # here, for the conftests first say what stands in for a GPU
     )
 
     seen = []
-    run = updates.Own.run
+    run = Registered.run
 
-    def counted(own, slot, param):
+    def counted(updater, optimizer, slot, param):
         seen.append(slot)
-        return run(own, slot, param)
+        return run(updater, optimizer, slot, param)
 
-    monkeypatch.setattr(updates.Own, "run", counted)
+    monkeypatch.setattr(Registered, "run", counted)
     return seen

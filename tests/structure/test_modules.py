@@ -42,7 +42,7 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
 ROOMS = (
     "_options",
     "_rules",
-    "_own_step.trial",
+    "_noted",
     "_trials.rule_choice",
     "_link",
     "_classes",

@@ -37,9 +37,8 @@ def _owner(param: Tensor, links: list[_link.Link]) -> tuple[_link.Link, int] | N
 
 
 def _folds(link: _link.Link, grad: Tensor) -> bool:
-    """Whether multiplying this gradient may be left to whoever reads it. On a GPU
-    an update by the optimizer's own operators would read it just the same."""
-    return link.options.fold and not (link.rule.external and is_on_gpu(grad))
+    """Whether multiplying this gradient may be left to whoever reads it."""
+    return link.options.fold
 
 
 class Gradients:

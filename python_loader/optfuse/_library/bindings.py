@@ -112,6 +112,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_end_recompute": (None, []),
     "of_shim_is_recording": (_Bool, []),
     "of_shim_recorded_counts": (None, [ctypes.POINTER(ctypes.c_int64)]),
+    "of_shim_seconds_in_loops": (ctypes.c_double, [_Plan]),
     "of_shim_seal_consumed": (None, [_Bool]),
 }
 _WITH_GIL: _Prototypes = {
@@ -125,6 +126,8 @@ _WITH_GIL: _Prototypes = {
     "of_shim_ledger_note_entry": (None, [_Plan, _Size, _Bool]),
     "of_shim_recorded_step": (_Object, [_Plan, _Object, _Object, _Object]),
     "of_shim_step_ahead": (_Object, [_Plan, *(5 * [_Object])]),
+    "of_shim_hide_gradients": (None, [_Plan, _Object]),
+    "of_shim_step_alone": (_Object, [_Plan, _Object, _Object, _Object]),
     "of_shim_play_recorded": (_Int, [_Bool, _Bool]),
     "of_shim_watch_attributes": (_Int, [_Object, _Object, _Object, _Size]),
     "of_shim_are_of": (_Bool, [_Object, _Object, _Object]),

@@ -509,12 +509,4 @@ PRIVATE = (
         )
         for name in ("sgemm_", "dgemm_", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff")
     ),
-    *(
-        Private(name, "matrix/blas_find.c", why, "its first use, after which operators multiply")
-        for name, why in (
-            ("torch_get_current_cuda_blas_handle", "PyTorch's cuBLAS handle and workspace"),
-            ("_ZN2at4cuda7tunable16getTuningContextEv", "whether TunableOp chooses products"),
-            ("_ZNK2at4cuda7tunable13TuningContext18IsTunableOpEnabledEv", "likewise"),
-        )
-    ),
 )

@@ -23,8 +23,7 @@ from optfuse._fuse import fuse
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
 from optfuse._options import is_disabled, is_fused, is_recorded, owner_of
-from optfuse._own_step.reach import inner_optimizer
-from optfuse._own_step.register import is_registered, register
+from optfuse._registered import is_registered, register
 
 Models = Iterable[DistributedDataParallel]
 _OF_ANY_MODE = "bucket_bytes", "strict", "products"
@@ -59,8 +58,9 @@ class Session:
 
     def made(self, optimizer: Optimizer, where: str) -> None:
         """where: file and line."""
-        inner = inner_optimizer(optimizer)
-        if is_disabled() or owner_of(optimizer) or (inner and owner_of(inner[1])):
+        others = (x for x in optimizer.__dict__.values() if isinstance(x, Optimizer))
+        inner = any(owner_of(other) for other in others if other is not optimizer)
+        if is_disabled() or owner_of(optimizer) or inner:
             return
         self._fuse(optimizer, where, self._mode)
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from optfuse._dtensor.local_tensors import has_holes
 from optfuse._gpu import is_gpu, is_on_gpu
-from optfuse._rules import OWN, RECORDED, RULES, Group, Rule
-from optfuse._trials import products, stock_trial
+from optfuse._rules import RECORDED, RULES, Group, Rule
+from optfuse._trials import stock_trial
 from optfuse._trials.own_thread import sets_no_threads
 
 FuseBy = Callable[[Optimizer, Rule], Optimizer]  # fuses a small copy by a rule, for a trial
@@ -25,7 +25,7 @@ FuseBy = Callable[[Optimizer, Rule], Optimizer]  # fuses a small copy by a rule,
 def rule_of(optimizer: Optimizer) -> Rule:
     """The rule for an optimizer that is not fused; RECORDED, and why, if there are no kernels for
     all of its parameters."""
-    rule = RULES.get(type(optimizer), OWN)
+    rule = RULES[type(optimizer)]
     why = _why_recorded(optimizer)
     if why:
         return replace(RECORDED, because=tuple(why))
@@ -40,14 +40,11 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group], fuse: FuseBy) ->
         return
 
     def fuse_for_trial(small: Optimizer) -> Optimizer:
-        products.make(rule, small.param_groups)
         on_gpu = rule.tried and is_gpu(small.param_groups[0]["params"][0].device)
         return fuse(small, rule.on_gpus() if on_gpu else rule)
 
     make = sets_no_threads(lambda groups: stock_trial.make(stock, groups, rule, fuse_for_trial))
     make(groups)
-    if not stock_trial.verdicts(rule, stock, groups):
-        products.make(rule, groups)
 
 
 def _is_narrow_with_holes(param: Tensor) -> bool:
@@ -74,9 +71,8 @@ def why_not_tried(
     params = [p for group in groups for p in group["params"]]
     if rule.reference != "fused=True" and any(map(_is_narrow_with_holes, params)):
         return ["some parameters of 16 bits have holes, where PyTorch's operators round more often"]
-    if rule.tried and not rule.external and _any_on_gpu(groups):
+    if rule.tried and _any_on_gpu(groups):
         return _reasons_on_gpu(rule, stock, groups, state)
-    # An external update leaves to the class's step() whatever is not as usual.
     return stock_trial.verdicts(rule, stock, groups)
 
 

@@ -8,9 +8,7 @@ the class's own step() does. Two things are not known beforehand:
 - On a GPU, where PyTorch's operators round: that depends on how its compiler contracted
   them for a chip and a release. The rules that are tried there promise the bits of the
   class's own step(), with the flags that it was made with. (For Adam, AdamW and SGD the
-  kernels reproduce fused=True whatever a trial finds: gpu_trial.py.) So it is with the
-  operators that take the place of Adafactor's and Muon's step() (shim/external/native.h), although
-  these should have its bits everywhere.
+  kernels reproduce fused=True whatever a trial finds: gpu_trial.py.)
 - A release for which a rule's bits are not known (_library/releases.py). The trial is against the
   implementation that the rule reproduces, whatever the device."""
 
@@ -113,9 +111,9 @@ def _try(kind: Kind, options: Group, rule: Rule, fuse: Fuse) -> str:
         for varied in _variations(options):
             difference = _compare(kind, varied, rule, fuse)
             if difference:
-                return f"in a trial {rule.updates_by()} {difference}"
+                return f"in a trial the kernels {difference}"
     except Exception as error:  # whatever it is, the class's own step() needs none of this
-        return f"the trial of {rule.updates_by()} failed: {type(error).__name__}: {error}"
+        return f"the trial of the kernels failed: {type(error).__name__}: {error}"
     return ""
 
 
@@ -139,18 +137,16 @@ def _compare(kind: Kind, options: Group, rule: Rule, fuse: Fuse) -> str:
     showed nothing; empty if there is neither."""
     stock, dtype, device, _ = kind
     random = torch.Generator("cpu").manual_seed(0)
-    shapes = rule.shapes or tuple((n,) for n in SIZES)
-    special = () if rule.shapes else SPECIAL  # one NaN would become all of a matrix
-    params = [[_placed(shape, dtype, device) for shape in shapes] for _ in range(2)]
+    params = [[_placed((n,), dtype, device) for n in SIZES] for _ in range(2)]
     for theirs, ours in zip(*params, strict=True):
-        numbers = _numbers(theirs, random, special)
+        numbers = _numbers(theirs, random, SPECIAL)
         for param in (theirs, ours):
             param.detach().copy_(numbers)
     own, fused = (_made(stock, options, some) for some in params)
     fused = fuse(fused)
     for step in range(STEPS):
         for theirs, ours in zip(*params, strict=True):
-            theirs.grad = _numbers(theirs, random, special)
+            theirs.grad = _numbers(theirs, random, SPECIAL)
             ours.grad = theirs.grad.clone()
         own.step()
         fused.step()

@@ -22,13 +22,12 @@ class Found(NamedTuple):
     tensors: Tensors  # in the library's order
     n_like_param: int  # how many of them are sharded as their parameter
     step: Any  # None: the library counts no steps
-    counters: list[Tensor] | None = None  # of a program, which has their values in it
 
 
 def tell(slots: Slots, slot: int, found: Found, fresh: bool, flushed: bool) -> bool:
     """Tells the library, if it knows another state. Whether the plan is flushed now. Once does for
     many slots: a flush looks at every slot, and nothing becomes pending before the next step."""
-    known, now = slots.states[slot], (*found.tensors, found.step, *(found.counters or ()))
+    known, now = slots.states[slot], (*found.tensors, found.step)
     if known is not None and len(known) == len(now) and all(map(is_, known, now)):
         return flushed
     param = slots.params[slot]
@@ -43,8 +42,6 @@ def tell(slots: Slots, slot: int, found: Found, fresh: bool, flushed: bool) -> b
         bindings.flush(slots.plan)
     locals_ = _locals_of(slots, slot, found)
     torch.ops.optfuse.set_state(slots.plan, slot, locals_, found.step, fresh)
-    if found.counters is not None:
-        torch.ops.optfuse.know_counters(slots.plan, slot, found.counters)
     slots.states[slot] = now
     if slots.sharded is not None and is_dtensor(param):
         slots.sharded.tell_state(slot, list(found.tensors))

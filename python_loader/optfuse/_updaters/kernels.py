@@ -9,9 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from optfuse._gpu import is_on_gpu
-from optfuse._rules import Rule
 from optfuse._scalars import DeviceScalars
-from optfuse._trials.rule_choice import FuseBy, rule_of, try_with_stock
 from optfuse._updaters import entries
 from optfuse._updaters.mixed_state import MixedState
 from optfuse._updaters.slots import Slots
@@ -27,11 +25,6 @@ class Kernels(Updater):
         super().__init__(of_plan)
         self._scalars = DeviceScalars(self._plan, self._rule.scales)
         self._mixed = MixedState(self._plan, self._rule, of_plan.options.strict)
-
-    @classmethod
-    def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> Rule:
-        try_with_stock(type(optimizer), optimizer.param_groups, fuse)
-        return rule_of(optimizer)
 
     @property
     def gpu_bits_differ(self) -> tuple[str, ...]:  # type: ignore[override]

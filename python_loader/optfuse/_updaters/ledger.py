@@ -24,11 +24,10 @@ from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._late import Used
 from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, Error, Trait, check, guard, lib, lib_with_gil
-from optfuse._own_step import hand_set_scale
 from optfuse._patches.profiling import has_hooks_before
 from optfuse._rules import Group
 from optfuse._trials.stock_trial import flags_of
-from optfuse._updaters import saved_tensors
+from optfuse._updaters import hand_set_scale, saved_tensors
 from optfuse._updaters.choice import updater_class
 from optfuse._updaters.slots import Slots, Tensors
 from optfuse._updaters.updater import Entry, OfPlan
@@ -200,7 +199,7 @@ class Ledger:
         group = optimizer.param_groups[number]
         if self.rule.as_made and self._flags[number : number + 1] not in ([], [flags_of(group)]):
             raise Error(_FLAGS)
-        return not self.rule.external and _is_constant(group), *self.rule.hyper(group)
+        return _is_constant(group), *self.rule.hyper(group)
 
     def tell_state(self, optimizer: Optimizer) -> bool:
         """Whether prepare() has something to do."""
@@ -339,13 +338,6 @@ class Ledger:
         if self.slots.sharded is not None:
             self.slots.sharded.take_back(bool(done))
         self.updater.end(optimizer, self.slots, bool(done))
-
-    def step_failed(self, optimizer: Optimizer, text: str) -> None:
-        """Raises, with the exception of the class's own step() as the cause."""
-        cause = self.updater.failure()
-        if isinstance(cause, KeyboardInterrupt | SystemExit):
-            raise cause
-        raise Error(f"optfuse: {text}") from cause
 
     # ---- changes between backward() and step(), where stock would still obey them
 

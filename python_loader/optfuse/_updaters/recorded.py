@@ -20,8 +20,7 @@ from optfuse._arguments.check import parameters_of
 from optfuse._late import tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._library.default_device import DefaultDevice
-from optfuse._own_step.noted import Noted
-from optfuse._own_step.twin import own_attributes, shared_state
+from optfuse._noted import Noted, own_attributes, shared_state
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
 from optfuse._shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
@@ -144,7 +143,7 @@ class Recorded(Updater):
         args, kwargs = self._call or ((), {})
         self._default_device = DefaultDevice()
         step, args = self._stock.step, (optimizer, *args)
-        with _as_stock(optimizer, self._stock):
+        with as_stock(optimizer, self._stock):
             if not self._records or addresses_are_noted():  # which tensors without numbers lack
                 self._result = step(*args, **kwargs)
                 torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
@@ -186,7 +185,7 @@ class Recorded(Updater):
         params = [p for p, g in zip(slots.params, gradients, strict=True) if g is not None]
         gradients = [g for g in gradients if g is not None]
         try:
-            with _as_stock(optimizer, self._stock), self._default_device.here():
+            with as_stock(optimizer, self._stock), self._default_device.here():
                 run.result = lib_with_gil.of_shim_step_ahead(
                     *(self._plan, self._stock.step, (optimizer,)),
                     *(params, gradients, run.dropped),
@@ -369,7 +368,7 @@ def _are_same(known: list[Any], found: list[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _as_stock(optimizer: Optimizer, stock: type[Optimizer]) -> Iterator[None]:
+def as_stock(optimizer: Optimizer, stock: type[Optimizer]) -> Iterator[None]:
     """step() sees an optimizer of its class."""
     fused = optimizer.__class__
     optimizer.__class__ = stock

@@ -10,12 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._library.bindings import BACKWARD, lib
+from optfuse._noted import Noted, step_of
 from optfuse._options import Options
-from optfuse._own_step.noted import Noted
-from optfuse._own_step.settings import Promise
-from optfuse._own_step.twin import step_of
 from optfuse._rules import Rule
-from optfuse._trials.rule_choice import FuseBy, rule_of
 from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters.slots import Groups, Slots
 
@@ -34,40 +31,25 @@ class OfPlan(NamedTuple):
     stock: type[Optimizer]
     rule: Rule
     options: Options
-    promise: Promise | None  # as Updater.promised() says
 
 
 class Updater:
     """How the updates of one optimizer are made. Knows neither the optimizer nor its link between
     two calls, so that it keeps none of them alive."""
 
-    promise: Promise | None  # what the class does beside updating parameters
     gpu_bits_differ: tuple[str, ...] = ()  # kinds of parameters, found since fuse()
     counts_together = False  # step() advances the counters of all parameters at once
     is_untried = False  # prepare() has to try updates of state that it was told of
     asks = True  # begin() and end() have something to do
     tells_state = True  # by tell_entry()
+    updates_by = ""  # what is no kernel
     may_share_state = False  # two parameters may have a tensor of their state in common
 
     def __init__(self, of_plan: OfPlan) -> None:
         self._stock = of_plan.stock
         self._plan = of_plan.plan
         self._rule = of_plan.rule
-        self.promise = of_plan.promise
         self._in_backward = of_plan.options.mode == BACKWARD
-
-    @classmethod
-    def tried(cls, optimizer: Optimizer, fuse: FuseBy, in_backward: bool) -> Rule:
-        """The rule by which updates have the bits of the class's step() on this machine, with this
-        torch, found out on small copies where that is not known. Raises optfuse.Error if there is
-        none. optimizer: one that is not fused."""
-        return rule_of(optimizer)
-
-    @classmethod
-    def promised(cls, optimizer: Optimizer, stock: type[Optimizer], rule: Rule) -> Promise | None:
-        """The changes that the class makes beside updating parameters; None: none. Raises
-        optfuse.Error if its updates can't be made one by one. optimizer: one that is not fused."""
-        return None
 
     def described(self) -> str:
         """In a line of the summary; empty: nothing is to be said."""
@@ -93,7 +75,7 @@ class Updater:
         Raises optfuse.Error if that can't be now."""
 
     def layout(self, groups: Groups) -> None:
-        """The library was told of all parameters anew, or the promise has become another one."""
+        """The library was told of all parameters anew."""
 
     def take_over(self, optimizer: Optimizer) -> None:
         """Updates from before the library was told anew are still to be confirmed."""
@@ -155,7 +137,3 @@ class Updater:
 
     def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         """The updates of this step are certain; not done: it failed."""
-
-    def failure(self) -> BaseException | None:
-        """The exception of the class's own step() in the update that failed."""
-        return None

@@ -37,7 +37,6 @@ typedef struct kernel_row {
 #define DTYPES_FUSED DTYPES
 #define DTYPES_OP_BY_OP DTYPES
 #define DTYPES_PROGRAM DTYPES
-#define DTYPES_EXTERNAL(SETS, X, rule)
 
 /* The "code" of an image is its name, and says whether it is that for older drivers. */
 #define IMAGE(name)                                                                                \
@@ -48,7 +47,6 @@ typedef struct kernel_row {
 #define IMAGES_FUSED IMAGES
 #define IMAGES_OP_BY_OP IMAGES
 #define IMAGES_PROGRAM IMAGES
-#define IMAGES_EXTERNAL(rule)
 #define DECLARE(rule, dtype, used)                                                                 \
     kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;
 

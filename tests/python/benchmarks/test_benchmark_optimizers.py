@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from optfuse._ab.result import Interval
-from optfuse._own_step.register import INDEPENDENT
-from optfuse._rules import RULES
+from optfuse._rules import NATIVE, RULES
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -22,7 +21,7 @@ def kernels(monkeypatch):
     return kernels
 
 
-@pytest.mark.parametrize("cls", dict.fromkeys((*RULES, *INDEPENDENT)), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", dict.fromkeys((*RULES, *NATIVE)), ids=lambda cls: cls.__name__)
 def test_every_optimizer_races_and_ends_with_the_bits_of_its_reference(kernels, cls):
     raced = kernels.race(cls, kernels.SMOKE)
     assert raced.equal_bits

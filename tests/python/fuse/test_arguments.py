@@ -145,7 +145,6 @@ WRONG = {
     "register": {
         "cls": (instance, None, 3, "AdamW", nn.Linear, torch.optim.Optimizer),
         "per_parameter": NO_FLAG,
-        "subclasses": NO_FLAG,
     },
     "reorder": {
         "model": (None, 3, "model", instance, nn.Linear, lambda w: [w.other]),

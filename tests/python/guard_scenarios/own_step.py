@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Guards of optimizers without kernels, which update with their own step()."""
+"""Guards of optimizers that update by their class's own step() in backward mode."""
 
 import os
 import signal
@@ -7,12 +7,13 @@ import threading
 import time
 
 import torch
-from common import loss_of, train
+from common import loss_of, net, train
 from own_classes import Tensors
 from torch import nn
+from torch.optim import Adafactor
 
 import optfuse
-from guard_scenarios.registry import Pair, guards
+from guard_scenarios.registry import Pair, guards, must_raise
 
 SECONDS = 10  # to wait for what takes half a second
 
@@ -22,11 +23,30 @@ def what_is_not_usual_is_left_to_the_class():
     """Two of its implementations round differently, and a tensor as learning rate
     makes it compute its numbers in float32."""
     for options in ({"foreach": True}, {"lr": torch.tensor(0.1)}):
-        pair = Pair(make=lambda p, options=options: torch.optim.Adafactor(p, **options))
+        pair = Pair("backward", make=lambda p, options=options: Adafactor(p, **options))
         for i in range(4):
             pair.train(i)
-        pair.assert_pending()
         pair.assert_same()
+
+
+class MovesAll(Tensors):
+    """Decays the state of parameters without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for entry in self.state.values():
+            entry["m"].mul_(0.9)
+        super().step(closure)
+
+
+@guards("alone", "written", "late_state")
+def a_class_that_does_not_keep_its_promise_raises():
+    optfuse.register(MovesAll)
+    model = net()
+    optimizer = optfuse.fuse(MovesAll(model.parameters()), "backward")
+    must_raise(
+        lambda: [train(model, optimizer, i) for i in range(2)], "a step() that changes others"
+    )
 
 
 class Interrupted(Tensors):
@@ -53,47 +73,47 @@ def an_interrupt_comes_when_the_update_that_it_meets_is_made():
             loss_of(pair.ours, i).backward()
         except KeyboardInterrupt:
             came += 1
+        try:
+            pair.fused.step()
         except optfuse.Error as error:
             raise AssertionError(f"an interrupt ended the optimizer: {error}") from None
-        pair.fused.step()
         pair.fused.zero_grad()
     assert came == 1, f"{came} interrupts arrived"
     pair.assert_same()
 
 
 class Slow(Tensors):
-    """Another thread gives the GIL away in the update, and wants it back."""
+    """Gives the GIL away in the update, and wants it back."""
 
     running = threading.Event()
 
     def update(self, group, p, state):
-        if threading.current_thread() is not threading.main_thread():
-            self.running.set()
-            time.sleep(0.5)
+        self.running.set()
+        time.sleep(0.5)
         super().update(group, p, state)
 
 
-def wait_for_an_update():
+def fork_during_an_update():
     optfuse.register(Slow)
     p = nn.Parameter(torch.ones(3))
-    optimizer = optfuse.fuse(Slow([p]))
-    for _ in range(2):
-        p.grad = torch.ones(3)
-        optimizer.step()
-    thread = threading.Thread(target=optfuse.flush, args=(optimizer,))
+    optimizer = optfuse.fuse(Slow([p]), "backward")
+    thread = threading.Thread(target=lambda: (p * p).sum().backward())
     thread.start()
     Slow.running.wait()
-    p[0]
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
     thread.join()
+    optimizer.step()
 
 
-@guards("gil")
+@guards("gil", "fork")
 def who_waits_for_an_update_in_python_lets_python_run():
     """The process that hangs does so with the GIL held, and must be killed."""
     child = os.fork()
     if child == 0:
         try:
-            wait_for_an_update()
+            fork_during_an_update()
             os._exit(0)
         finally:
             os._exit(1)

@@ -62,7 +62,6 @@ ELSEWHERE = {
     "replays": "tests/device/test_cxx.py",
     "clipstream": "tests/plugin/test_guards.c",
     "divided": "tests/device/test_clipping.py",
-    "products": "tests/device/test_products.py",
     "dw_lend": "tests/device/test_side_stream.py",
     "dw_return": "tests/device/test_side_stream.py",
     "dw_join": "tests/device/test_side_stream.py",

@@ -93,6 +93,7 @@ OUT_OF_REACH = {
         ("shared_state", "early_state"), "programs give no optimizer the state of another one"
     ),
     "late_values": "it is about recorded classes; programs have those of torch.optim",
+    "alone": "it is about classes that break the promise of register()",
     "floating": "programs never flush denormals",
     "strides": "programs with 16 bits have Adam and AdamW only",
     "apart": "a gradient that is its weight is rare, and shows after some updates only",

@@ -61,10 +61,10 @@ def test_a_message_of_another_thread_arrives_on_the_main_thread(caplog):
 FAILS = """
 import folders, logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(name)s %(message)s")
-import own_scripts  # registers Flaky
 from common import loss_of, net, train
 from own_classes import Flaky
 import optfuse
+optfuse.register(Flaky)
 model = net()
 optimizer = optfuse.fuse(Flaky(model.parameters()), mode="backward")
 for i in range(2):
@@ -73,8 +73,7 @@ optimizer.zero_grad()
 try:
     (loss_of(model, 2) * float("inf")).backward()
     optimizer.step()
-    model[0].weight.sum()
-except optfuse.Error:
+except ValueError:
     pass
 """
 

@@ -7,10 +7,9 @@ import torch
 from common import net
 from torch import nn
 
-from optfuse._own_step.register import INDEPENDENT
-from optfuse._rules import RULES
+from optfuse._rules import NATIVE, RULES
 
-CLASSES = sorted({*RULES, *INDEPENDENT}, key=lambda cls: cls.__name__)
+CLASSES = sorted({*RULES, *NATIVE}, key=lambda cls: cls.__name__)
 #: Options that a class needs beside a learning rate to have all of its state.
 OPTIONS = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
 #: Classes whose fused implementation on the CPU is the reference (docs/numerics.md).

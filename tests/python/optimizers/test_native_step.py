@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adafactor and Muon without Python: torch's operators in the order of the class's
-step(), with its bits. The class makes the state, and updates where something is not
+"""Adafactor and Muon in backward mode, without Python: torch's operators in the order of the
+class's step(), with its bits. The class makes the state, and updates where something is not
 as usual; with which of the two an update was made is seen here as well."""
 
 import copy
@@ -14,7 +14,6 @@ from torch.optim import Adafactor, Muon
 
 import optfuse
 
-MODES = ["forward", "backward"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = {
     Adafactor: (
@@ -44,12 +43,6 @@ OPTIONS = {
         {"adjust_lr_fn": "original", "momentum": 0.3, "ns_coefficients": (3, -4.5, 2.0)},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_recorded(monkeypatch):
-    """In forward mode, too."""
-    monkeypatch.setenv("OPTFUSE_RECORDED", "0")
 
 
 CASES = [(cls, i) for cls in OPTIONS for i in range(len(OPTIONS[cls]))]
@@ -89,14 +82,14 @@ def training(cls, shapes=None, dtype=torch.float32, steps=20, **options):
     return script
 
 
-@pytest.mark.parametrize(("mode", "threads"), [*zip(MODES, (2, 1), strict=True)])
+@pytest.mark.parametrize("threads", [2, 1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cls, i", CASES, ids=lambda v: getattr(v, "__name__", v))
-def test_bits_and_versions_are_those_of_the_class(cls, i, dtype, mode, threads, python_updates):
+def test_bits_and_versions_are_those_of_the_class(cls, i, dtype, threads, python_updates):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        same(training(cls, dtype=dtype, **OPTIONS[cls][i]), mode)
+        same(training(cls, dtype=dtype, **OPTIONS[cls][i]), "backward")
     finally:
         torch.set_num_threads(before)
     assert sorted(python_updates) == list(range(len(SHAPES[cls]))), "only the first ones"
@@ -113,16 +106,16 @@ def test_parameters_with_strides_of_their_own(python_updates):
             for i in range(6):
                 for k, p in enumerate(model.parameters()):
                     generator = torch.Generator().manual_seed(10 * i + k)
-                    grad = torch.randn(p.shape[::-1], generator=generator).t()
-                    p.grad = torch._neg_view(grad) if i % 2 else grad
+                    (p * torch.randn(p.shape[::-1], generator=generator).t()).sum().backward()
                 optimizer.step()
+                optimizer.zero_grad()
             yield from everything(model, optimizer)
 
         return run
 
     for cls in OPTIONS:
-        same(script(cls), prove=False)
-    assert len(python_updates) == 4, "only the first ones"
+        same(script(cls), "backward", prove=False)
+    assert python_updates == [1, 1], "the first ones; others have the memory of those with holes"
 
 
 UNUSUAL = {
@@ -135,7 +128,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_options_are_left_to_the_class(name, python_updates):
     cls, options = UNUSUAL[name]
-    same(training(cls, steps=5, **options))
+    same(training(cls, steps=5, **options), "backward")
     assert len(python_updates) == 5 * len(SHAPES[cls])
 
 
@@ -146,8 +139,13 @@ def one(cls, shape=(4, 6), **options):
 
 
 def step(p, optimizer, i=0):
-    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    (p * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
+
+
+def backward(optimizer):
+    return optfuse.fuse(optimizer, "backward")
 
 
 STRANGE = {
@@ -166,7 +164,7 @@ STRANGE = {
 def test_options_that_are_set_later_and_that_no_constructor_takes(name):
     cls, key, value = STRANGE[name]
     results = []
-    for wrap in (lambda o: o, optfuse.fuse):
+    for wrap in (lambda o: o, backward):
         p, optimizer = one(cls)
         optimizer = wrap(optimizer)
         for i in range(6):
@@ -192,18 +190,20 @@ ERRORS = {
 def test_errors_are_those_of_the_class(name):
     cls, key, value, words = ERRORS[name]
     p, optimizer = one(cls)
-    optimizer = optfuse.fuse(optimizer)
+    optimizer = backward(optimizer)
     for i in range(3):
         step(p, optimizer, i)
     optimizer.param_groups[0][key] = value
-    step(p, optimizer, 3)
-    refused(lambda: p.sum(), "step() on parameter 0", words, way_out="checkpoint")
+    with pytest.raises(Exception, match=words.partition(": ")[2]) as raised:
+        step(p, optimizer, 3)
+    assert type(raised.value).__name__ == words.partition(":")[0]
+    refused(optimizer.step, "step() on parameter 0", words, way_out="checkpoint")
 
 
 def test_an_empty_parameter_is_an_error_of_the_class():
     p, optimizer = one(Adafactor, (0, 3))
-    optimizer = optfuse.fuse(optimizer)
-    with pytest.raises(optfuse.Error, match="ZeroDivisionError"):
+    optimizer = backward(optimizer)
+    with pytest.raises(ZeroDivisionError):
         step(p, optimizer)
 
 
@@ -222,7 +222,7 @@ EDITS = {
 @pytest.mark.parametrize("name", EDITS)
 def test_state_that_was_edited(name):
     results = []
-    for wrap in (lambda o: o, optfuse.fuse):
+    for wrap in (lambda o: o, backward):
         p, optimizer = one(Adafactor)
         optimizer = wrap(optimizer)
         for i in range(6):
@@ -239,7 +239,7 @@ def test_state_that_was_loaded_needs_no_python(cls, python_updates):
     for i in range(3):
         step(p, stock, i)
     again = torch.nn.Parameter(p.detach().clone())
-    optimizer = optfuse.fuse(cls([again]))
+    optimizer = backward(cls([again]))
     optimizer.load_state_dict(pickle.loads(pickle.dumps(stock.state_dict())))
     twin, copied = copy.deepcopy((again, optimizer))
     for i in range(3, 6):
@@ -251,22 +251,36 @@ def test_state_that_was_loaded_needs_no_python(cls, python_updates):
         assert_same("state", snapshot(other.state_dict()), stock.state_dict())
 
 
-def test_two_optimizers_on_one_parameter():
-    results = []
-    for wrap in (lambda o: o, optfuse.fuse):
-        p, _ = one(Muon)
-        pair = wrap(Muon([p])), wrap(Adafactor([p], weight_decay=0.1))
-        for i in range(6):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-            for optimizer in pair:
-                optimizer.step()
-        results.append(snapshot((p.detach(), [o.state_dict()["state"] for o in pair])))
-    assert_same("parameter and states", *results)
+def test_a_group_of_two_dtypes_is_left_to_step(python_updates):
+    """The class takes the epsilon of the first one's dtype for all."""
+
+    def script(wrap):
+        model = torch.nn.Module()
+        model.narrow = torch.nn.Parameter(torch.randn(3).bfloat16())
+        model.wide = torch.nn.Parameter(torch.randn(3))
+        optimizer = wrap(Adafactor(model.parameters()))
+        for i in range(4):
+            for p in model.parameters():
+                (p * (i - 1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield from everything(model, optimizer)
+
+    same(script, "backward", prove=False)
+    assert not python_updates
+
+
+def test_a_scale_that_is_set_by_hand_is_refused():
+    p, optimizer = one(Adafactor)
+    optimizer = backward(optimizer)
+    step(p, optimizer)
+    optimizer.grad_scale = torch.tensor(2.0)
+    with pytest.raises(optfuse.Error, match="takes no grad_scale"):
+        step(p, optimizer)
 
 
 def test_summary_says_what_updates():
-    for options, text in (({}, "torch's operators"), ({"foreach": True}, "own step()")):
-        _, optimizer = one(Adafactor, **options)
-        fused = optfuse.fuse(optimizer, strict=True)
-        assert optfuse.summary(fused).isa == {"float32": text}
-        assert f"float32 {text}; bits of torch's own step()" in str(optfuse.summary(fused))
+    _, optimizer = one(Adafactor)
+    fused = backward(optimizer)
+    assert optfuse.summary(fused).isa == {"float32": "torch's operators"}
+    assert "float32 torch's operators; bits of torch's own step()" in str(optfuse.summary(fused))

@@ -18,9 +18,8 @@ from test_bits import broken, joined, normal, pieces_of
 
 import optfuse
 from optfuse._options import is_recorded
-from optfuse._own_step.register import INDEPENDENT
 from optfuse._recorded import last_counts
-from optfuse._rules import RULES
+from optfuse._rules import NATIVE, RULES
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 STEPS = 20
@@ -308,7 +307,7 @@ def test_units_in_the_last_place(dtype):
 
 
 def test_every_class_has_a_rule_or_is_recorded_only():
-    fused = {cls.__name__ for cls in {*RULES, *INDEPENDENT}}
+    fused = {cls.__name__ for cls in {*RULES, *NATIVE}}
     assert fused == set(INFOS) - set(RECORDED)
 
 

@@ -16,7 +16,7 @@ def test_a_row_has_state_and_options_in_the_order_of_the_kernels():
     assert LION in TEXT
     rule = _rules.RULES[Lion]
     assert rule.options == ("lr", "betas.0", "betas.1", "weight_decay", "maximize")
-    assert rule.state == ("exp_avg",) and not rule.counts_steps and not rule.external
+    assert rule.state == ("exp_avg",) and not rule.counts_steps
 
 
 def test_two_options_that_change_places_do_so_in_python():

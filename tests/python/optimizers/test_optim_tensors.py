@@ -90,9 +90,7 @@ def test_float64_as_the_default_dtype(cls, mode):
     same(script, mode)
 
 
-with_kernels = pytest.mark.parametrize(
-    "cls", [c for c, rule in RULES.items() if not rule.external], ids=lambda c: c.__name__
-)
+with_kernels = pytest.mark.parametrize("cls", list(RULES), ids=lambda c: c.__name__)
 
 
 @with_kernels

@@ -371,8 +371,7 @@ def halved(step):
     return wrapper
 
 
-@pytest.mark.parametrize("registered", (False, True))
-def test_a_wrapper_around_pytorchs_wrapper_is_part_of_the_step(registered):
+def test_a_wrapper_around_pytorchs_wrapper_is_part_of_the_step():
     class Plain(KINDS["Elementwise"]):
         pass
 
@@ -380,8 +379,6 @@ def test_a_wrapper_around_pytorchs_wrapper_is_part_of_the_step(registered):
 
     class Halved(Plain):
         step = halved(Plain.step)
-
-    optfuse.register(Halved, per_parameter=registered)
 
     def train(fused):
         param = torch.nn.Parameter(torch.ones(4))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// apply.h: updates of rules without kernels.
+// by_host.h: updates by operators, or by a class's own step().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,8 @@ namespace optfuse {
 struct References;
 struct Slot;
 
-of_found fill_in_own(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in,
-                     References *refs);
+of_found fill_in_by_host(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, of_inputs *in,
+                         References *refs);
 extern const of_external_host external_host;
 
 } // namespace optfuse

@@ -1,20 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// native.cpp: which rules have a native update, and what their state must be like.
-#include "external/native.h"
-
-#include <cstring>
+// native.cpp: which classes have a native update, and what their state must be like.
+#include "native/native.h"
 
 namespace optfuse {
 
-NativeUpdate *native_update(const char *rule) {
-    static const struct {
-        const char *rule;
-        NativeUpdate *update;
-    } rows[] = {{"adafactor", adafactor}, {"muon", muon}};
-    for (const auto &row : rows)
-        if (std::strcmp(row.rule, rule) == 0)
-            return row.update;
-    return nullptr;
+NativeUpdate *native_update(const std::string &name) {
+    return name == "adafactor" ? adafactor : name == "muon" ? muon : nullptr;
 }
 
 bool is_usual_state(const at::Tensor &state, const at::Tensor &grad) {

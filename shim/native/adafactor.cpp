@@ -9,9 +9,8 @@
 #include <cmath>
 #include <limits>
 
-#include "external/native.h"
+#include "native/native.h"
 #include "guard.h"
-#include "rules/external.h"
 #include "tensor/memory.h"
 
 namespace optfuse {
@@ -30,7 +29,6 @@ bool is_mean(const at::Tensor &state, const at::Tensor &grad, int64_t from_end) 
 
 bool is_factored(const NativeInputs &in) { return in.grad.dim() > 1; }
 
-// On the CPU, where the class makes it for a GPU too: the host reads it.
 bool is_usual_step(const at::Tensor &step) {
     const bool counts = step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble;
     return step.is_cpu() && counts && step.dim() == 0 && is_usual_state(step, step);

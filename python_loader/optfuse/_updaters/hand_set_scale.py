@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from optfuse._dtensor.local_tensors import has_holes
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import Error, guard
-from optfuse._own_step.twin import step_of
+from optfuse._noted import step_of
 from optfuse._rules import Rule
 
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // muon.cpp: torch.optim.Muon, as _single_tensor_muon of its file. Numbers are
 // combined in double, as Python does.
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/mm.h>
 
 #include <cmath>
 
 #include "compat.h"
-#include "external/native.h"
+#include "native/native.h"
 #include "guard.h"
-#include "matrix/newton_schulz.h"
-#include "rules/external.h"
 
 namespace optfuse {
 namespace {
@@ -31,14 +31,18 @@ at::Tensor orthogonal(const at::Tensor &matrix, const double *h) {
     if (is_tall)
         x = x.t();
     x.div_(at::linalg_vector_norm(x, 2).clamp(h[muon_eps]));
-    x = iterated(x, {h[muon_a], h[muon_b], h[muon_c]}, h[muon_ns_steps]);
+    for (double i = 0; i < h[muon_ns_steps]; i++) {
+        const at::Tensor gram = at::mm(x, x.t());
+        const at::Tensor sum = at::addmm(gram, gram, gram, h[muon_b], h[muon_c]);
+        x = at::addmm(x, sum, x, h[muon_a]);
+    }
     return is_tall ? x.t() : x;
 }
 
-double adjusted(double lr, of_adjust_lr how, const at::Tensor &param) {
+double adjusted(double lr, bool matches_rms, const at::Tensor &param) {
     const auto rows = static_cast<double>(param.size(0));
     const auto columns = static_cast<double>(param.size(1));
-    return lr * (how == OF_ADJUST_MATCH_RMS ? 0.2 * std::sqrt(greatest(rows, columns))
+    return lr * (matches_rms ? 0.2 * std::sqrt(greatest(rows, columns))
                                             : std::sqrt(greatest(1.0, rows / columns)));
 }
 
@@ -59,9 +63,8 @@ bool muon(const NativeInputs &in) {
                          average.scalar_type() == at::kBFloat16;
     for (int times = divided ? 2 : 1; times > 0; times--)
         average.unsafeGetTensorImpl()->bump_version();
-    const auto how = static_cast<of_adjust_lr>(h[muon_adjust_lr]);
     in.param.mul_(operand(1.0 - h[muon_lr] * h[muon_weight_decay]));
-    in.param.add_(update, -adjusted(h[muon_lr], how, in.param));
+    in.param.add_(update, -adjusted(h[muon_lr], h[muon_matches_rms] != 0, in.param));
     return true;
 }
 
