@@ -13,6 +13,7 @@
 #include "error.h"
 #include "plan.h"
 #include "promises/promise.h"
+#include "python/gil.h"
 #include "recorded/owners.h"
 #include "recorded/schedule.h"
 #include "slots.h"
@@ -157,8 +158,10 @@ void exchange_back(std::vector<Undo> *undo) {
 } // namespace
 
 Ahead &ahead_of(Plan &plan) {
-    if (!plan.ahead)
+    if (!plan.ahead) {
+        updates_take_the_gil(); // to see who has what their lines have made
         plan.ahead = std::make_shared<Ahead>();
+    }
     return *plan.ahead;
 }
 

@@ -10,6 +10,7 @@
 
 #include "autograd/recompute.h"
 #include "guard.h"
+#include "python/gil.h"
 #include "recorded/forms.h"
 #include "tensor/first_use.h"
 #include "tensor/plain_mode.h"
@@ -30,6 +31,12 @@ const c10::DispatchKeySet kPlain = c10::DispatchKeySet(
 const c10::DispatchKeySet kModes =
     c10::python_ks | c10::functorch_transforms_ks | c10::autocast_dispatch_keyset |
     c10::DispatchKeySet(c10::DispatchKey::Tracer);
+
+// Whether an update of another optimizer may be on its way to it, which is launched then.
+bool is_in_flight(const c10::TensorImpl *impl) {
+    const WithoutGil wait;
+    return use_memory(impl, false) != OF_NOTHING_PENDING;
+}
 
 // An operator that a recorded step() calls.
 class Called {
@@ -81,7 +88,7 @@ class Called {
         if (!has_mark(impl) || (impl->has_storage() && is_absent_here(storage_of(impl))))
             return false;
         if (!impl->has_storage() || impl->is_python_dispatch() || is_sealed(storage_of(impl)) ||
-            !(impl->is_cpu() || use_memory(impl, false) == OF_NOTHING_PENDING))
+            (!impl->is_cpu() && is_in_flight(impl)))
             return true;
         if (!marks_stay())
             unmark(impl);
