@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* program.h: updates that are no rule of ours: a straight line of elementwise operators over
  * the parameter, its gradient, its state and temporaries, with this step's numbers. The rows of
- * the rule "traced" run programs, a block of elements that stays in the first-level cache at a
+ * the rule "programs" run programs, a block of elements that stays in the first-level cache at a
  * time; their scalars are the address of an of_program.
  */
 #ifndef OPTFUSE_PROGRAM_H

@@ -118,11 +118,11 @@ static void choose(of_plan *plan, const of_plan_options *options) {
     plan->vector_bytes = options->vector_bytes ? options->vector_bytes : 32;
     for (int device = OF_CPU; device <= OF_CUDA; device++)
         plan->bucket_bytes[device] = bucket_bytes(options, (of_device)device);
-    plan->program_rule = of_rule_find("traced");
+    plan->program_rule = of_rule_find("programs");
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
         plan->kernels[dtype] = of_kernel_find(plan->rule->name, options->reference, (of_dtype)dtype,
                                               OF_CPU, options->isa);
-        plan->programs[dtype] = of_kernel_find("traced", options->reference, (of_dtype)dtype,
+        plan->programs[dtype] = of_kernel_find("programs", options->reference, (of_dtype)dtype,
                                                OF_CPU, options->isa);
     }
 }

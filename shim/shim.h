@@ -204,8 +204,8 @@ OF_API void of_shim_hide_gradients(of_shim_plan *plan, struct _object *params);
 /* Calls the class's own step(*arguments), in which .grad of this parameter is what it is. */
 OF_API struct _object *of_shim_step_alone(of_shim_plan *plan, struct _object *step,
                                           struct _object *arguments, struct _object *param);
-/* At least so much of the time of these calls went into looks at parameters without a gradient. */
-OF_API double of_shim_seconds_in_loops(of_shim_plan *plan);
+/* How often these calls have asked for .grad of a parameter that had none. */
+OF_API int64_t of_shim_looks_in_vain(of_shim_plan *plan);
 /* Runs what this thread has recorded, with the GIL; ends: the rest of step() is not recorded; orders:
  * step() waits for streams. */
 OF_API int of_shim_play_recorded(bool ends, bool orders);

@@ -243,8 +243,8 @@ class RegisteredRule(AnyRule):
     native: str = ""  # of an update by torch's operators in its place (_updaters/native.py)
 
 
-RECORDED = RecordedRule("traced", **ROWS["traced"], reference="own step()")
-REGISTERED = RegisteredRule("traced", **ROWS["traced"], reference="own step()")
+RECORDED = RecordedRule("programs", **ROWS["programs"], reference="own step()")
+REGISTERED = RegisteredRule("programs", **ROWS["programs"], reference="own step()")
 
 
 def _rule(name: str, **more: Any) -> Rule:

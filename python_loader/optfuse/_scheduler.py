@@ -43,12 +43,12 @@ def check_step(optimizer: Optimizer) -> None:
             "would silently bypass; fuse the optimizer first and replace step() afterwards"
         )
     stock = type(optimizer)
-    other = stranger(stock.step) if stock in RULES else None  # others are traced as they are
+    other = stranger(stock.step) if stock in RULES else None  # others are called as they are
     if other is not None:
         raise Error(
             f"optfuse: the step() of {stock.__module__}.{stock.__qualname__} was replaced by "
             f"{other}, which fuse() would silently bypass; derive a class with that step(), "
-            "which may be traced, or use the optimizer as it is"
+            "which is recorded then, or use the optimizer as it is"
         )
 
 

@@ -67,8 +67,8 @@ def _make_step() -> Callable[..., Any]:
 
     @functools.wraps(_step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        traced = get_eval_frame_callback() is not None
-        if args or kwargs or traced or is_observed() or has_hooks(self):
+        is_traced = get_eval_frame_callback() is not None
+        if args or kwargs or is_traced or is_observed() or has_hooks(self):
             return watched(self, *args, **kwargs)
         return None if _step_unwatched(self) else watched(self)
 

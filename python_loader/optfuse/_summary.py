@@ -46,7 +46,7 @@ class Summary:
     reference_differs: tuple[int, ...]  # groups whose flags select another one
     gpu_bits_differ: tuple[str, ...]  # kinds of parameters, as seen in a check
     own_step_because: tuple[str, ...]  # why, where something else might update
-    traced: str  # in a line, of an optimizer whose step() is traced; or ""
+    own_step: str  # in a line, how the class's own step() runs, if it does; or ""
     isa: dict[str, str]  # dtype -> instruction set of the kernel
     eager: int
     delayed: int  # parameters whose updates arrive late, as asked
@@ -77,7 +77,7 @@ class Summary:
             f"{self.at_close} with others, {self.at_once} at once, {self.pending} pending, "
             f"in {self.launches} launches",
         ]
-        lines += [f"  {self.traced}"] if self.traced else []
+        lines += [f"  {self.own_step}"] if self.own_step else []
         lines += [f"  averages of weights: {self.averages} made with updates"] * (self.averages > 0)
         notes = (*self._notes_on_bits(), *self._notes_on_times())
         return "\n".join([*lines, *(f"  note: {note}" for note in notes)])
@@ -177,7 +177,7 @@ def _of_own_step(optimizer: Optimizer, params: list[Tensor]) -> Summary:
         reference_differs=(),
         gpu_bits_differ=(),
         own_step_because=(),
-        traced=step.described() if step else "",
+        own_step=step.described() if step else "",
         isa={},
         eager=len(step.options.eager) if step else 0,
         delayed=0,
@@ -211,7 +211,7 @@ def summary(optimizer: Optimizer) -> Summary:
         reference_differs=tuple(i for i, group in enumerate(groups) if link.rule.difference(group)),
         gpu_bits_differ=tuple(sorted({*link.gpu_bits_differ, *updater.gpu_bits_differ})),
         own_step_because=link.rule.because,
-        traced=updater.described(),
+        own_step=updater.described(),
         isa={
             name: updater.updates_by
             or " and ".join(
@@ -234,10 +234,9 @@ def summary(optimizer: Optimizer) -> Summary:
 
 @checked(optimizer=FUSED)
 def explain(optimizer: Optimizer) -> str:
-    """Describes an update of the fused optimizer for people: of an optimizer whose
-    step() is traced the programs of its last step, one operator a line, with that step's numbers;
-    and of each layer whose gradient may be a promise what became of it. Raises optfuse.Error if the
-    optimizer is not fused."""
+    """Describes the updates of the fused optimizer for people: of an optimizer without kernels how
+    its own step() runs; and of each layer whose gradient may be a promise what became of it. Raises
+    optfuse.Error if the optimizer is not fused."""
     name = type(optimizer).__name__
     if is_recorded(optimizer):
         return f"{name}: {optimizer.__dict__[RECORDED].described()}"

@@ -45,8 +45,8 @@ void run_program(const Program &program, const at::Tensor &average, const at::Te
     span.param = average.mutable_data_ptr();
     span.grad = param.const_data_ptr();
     span.n = n;
-    span.tail = of_tail(of_rule_find("traced"), options.reference, dtype, bytes, n);
-    of_kernel_find("traced", options.reference, dtype, OF_CPU, of_isa_detect())->run(&span, &core);
+    span.tail = of_tail(of_rule_find("programs"), options.reference, dtype, bytes, n);
+    of_kernel_find("programs", options.reference, dtype, OF_CPU, of_isa_detect())->run(&span, &core);
 }
 
 bool is_equal(const Averaging &how, int64_t n, at::ScalarType type, of_dtype dtype) {

@@ -10,7 +10,7 @@
 namespace optfuse {
 namespace {
 
-constexpr const char *kRule = "traced";
+constexpr const char *kRule = "programs";
 const double kNoOptions[OF_MAX_HYPER] = {};
 
 } // namespace

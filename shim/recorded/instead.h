@@ -6,7 +6,6 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
-#include <limits>
 
 #include "python/interpreter.h"
 
@@ -15,14 +14,7 @@ namespace optfuse::recorded {
 struct Instead {
     ska::flat_hash_map<const of_object *, of_object *> gradients;
     of_object *dropped = nullptr; // a list of parameters whose .grad step() has set to None; or null
-
-    // Looks at parameters without a gradient, and the time between two that follow each other, of some:
-    // what a class's loops over all parameters take.
-    int64_t n_looks = 0, n_timed = 0;
-    double seconds = 0, least = std::numeric_limits<double>::infinity();
-    double last_look = 0; // 0: something else came since then
-
-    void look(bool is_none);
+    int64_t n_looks = 0; // at parameters without a gradient
 };
 
 } // namespace optfuse::recorded

@@ -24,7 +24,7 @@ of_plan *kernels() {
     static of_plan *const core = [] {
         const char *isa = std::getenv("OPTFUSE_ISA");
         of_shim_plan *handle = nullptr;
-        check(of_shim_plan_new("traced", OF_FORWARD, isa == nullptr ? "" : isa, 0, 1, &handle));
+        check(of_shim_plan_new("programs", OF_FORWARD, isa == nullptr ? "" : isa, 0, 1, &handle));
         return plan_of(handle)->core;
     }();
     return core;

@@ -12,7 +12,6 @@
 #include <string>
 #include <utility>
 
-#include "clock.h"
 #include "error.h"
 #include "guard.h"
 #include "python/interpreter.h"
@@ -141,11 +140,10 @@ of_object *get_grad_instead(of_object *self, void *closure) {
     if (instead != nullptr) {
         const auto found = instead->gradients.find(self);
         if (found != instead->gradients.end()) {
-            instead->look(found->second == of_interpreter.none);
+            instead->n_looks += found->second == of_interpreter.none;
             of_interpreter.keep(found->second);
             return found->second;
         }
-        instead->last_look = 0;
     }
     return get_grad(self, closure);
 }
@@ -202,24 +200,6 @@ Attribute *attribute_at(void *object, const char *name, size_t head_bytes) {
 } // namespace
 
 Tape *open_tape() { return open; }
-
-void Instead::look(bool is_none) {
-    if (!is_none) {
-        last_look = 0;
-        return;
-    }
-    constexpr int64_t kTimed = 16; // one pair of so many, since a clock takes longer than a look
-    if (const int64_t i = n_looks++ % kTimed; i <= 1) {
-        const double now = seconds_now();
-        const double passed = now - last_look;
-        last_look = now;
-        if (i == 0 || passed == now || passed > 4 * least) // an update came between them
-            return;
-        least = std::min(least, passed);
-        seconds += passed;
-        n_timed++;
-    }
-}
 
 } // namespace optfuse::recorded
 
@@ -281,7 +261,6 @@ of_object *of_shim_step_alone(of_shim_plan *handle, of_object *step, of_object *
                               of_object *param) {
     using namespace optfuse::recorded;
     Instead *const table = optfuse::plan_of(handle)->instead.get();
-    table->last_look = 0;
     table->gradients.erase(param); // what step() does to its .grad is what it does in stock
     const WithGradients so(table);
     of_object *const result = of_interpreter.call_with(step, arguments, nullptr);
@@ -289,11 +268,9 @@ of_object *of_shim_step_alone(of_shim_plan *handle, of_object *step, of_object *
     return result;
 }
 
-double of_shim_seconds_in_loops(of_shim_plan *handle) {
+int64_t of_shim_looks_in_vain(of_shim_plan *handle) {
     const auto &table = optfuse::plan_of(handle)->instead;
-    if (!table || table->n_timed == 0)
-        return 0;
-    return table->seconds * static_cast<double>(table->n_looks) / static_cast<double>(table->n_timed);
+    return table ? table->n_looks : 0;
 }
 
 bool of_shim_is_recording(void) {

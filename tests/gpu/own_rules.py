@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers whose kernels, or operators called from C++, have to pass a trial on the
-GPU: equal to the class's own step(), with the flags that it was made with, by bits;
+"""Optimizers whose kernels have to pass a trial on the GPU, and those of torch.optim that are
+recorded: equal to the class's own step(), with the flags that it was made with, by bits;
 with every input that PyTorch's own tests have for GPUs. Whether these ran or the
 class's own step() is printed: both must have these bits."""
 
@@ -49,6 +49,7 @@ OPTIONS: dict[str, Sequence[dict[str, Any]]] = {
              {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}],
 }  # fmt: skip
 CLASSES = {cls.__name__: cls for cls, rule in RULES.items() if rule.tried}
+CLASSES |= {"Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}  # recorded
 assert CLASSES.keys() == OPTIONS.keys(), "OPTIONS does not name the classes with a trial"
 
 

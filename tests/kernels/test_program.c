@@ -98,7 +98,7 @@ static void expect_same_bits(of_dtype dtype, of_program *a, of_program *b) {
     memcpy(memory[1], memory[0], sizeof memory[0]);
     of_program *programs[] = {a, b};
     const of_kernel *row =
-        of_kernel_find("traced", OF_REF_CPU_FUSED, dtype, OF_CPU, of_isa_detect());
+        of_kernel_find("programs", OF_REF_CPU_FUSED, dtype, OF_CPU, of_isa_detect());
     for (int i = 0; i < 2; i++) {
         of_span span = {.param = memory[i][0], .grad = memory[i][1], .n = N, .tail = 11};
         span.state[0] = memory[i][2];

@@ -59,11 +59,11 @@ static void begin_with_a_pending_average(void) {
 static void expect_average(const void *param) {
     float expected[NUMEL];
     const of_program *program = &lerp;
-    const of_rule *rule = of_rule_find("traced");
+    const of_rule *rule = of_rule_find("programs");
     memcpy(expected, before, sizeof expected);
     of_span span = {.param = expected, .grad = param, .n = NUMEL};
     span.tail = of_tail(rule, OF_REF_CPU_FUSED, OF_FLOAT32, 32, NUMEL);
-    of_kernel_find("traced", OF_REF_CPU_FUSED, OF_FLOAT32, OF_CPU, of_isa_detect())
+    of_kernel_find("programs", OF_REF_CPU_FUSED, OF_FLOAT32, OF_CPU, of_isa_detect())
         ->run(&span, &program);
     ck_assert_mem_eq(fake_use(average, false), expected, sizeof expected);
 }

@@ -37,7 +37,7 @@ static world make(of_mode mode) {
     w.host->consumes = mode == OF_BACKWARD;
     fails = false;
     applied = 0;
-    ck_assert_int_eq(of_plan_create(&w.host->table, "traced", &options, &w.plan), OF_OK);
+    ck_assert_int_eq(of_plan_create(&w.host->table, "programs", &options, &w.plan), OF_OK);
     ck_assert_int_eq(of_plan_set_group(w.plan, 0, &(double){0}, 0), OF_OK);
     for (int i = 0; i < N; i++) {
         w.tensors[i] = fake_tensor_new(w.host, OF_FLOAT32, 5, 1);

@@ -52,7 +52,7 @@ static world make(bool has_external) {
     applied = 0;
     fails = false;
     ck_assert_ptr_null(of_program_check(&by_kernels));
-    ck_assert_int_eq(of_plan_create(&w.host->table, "traced", &options, &w.plan), OF_OK);
+    ck_assert_int_eq(of_plan_create(&w.host->table, "programs", &options, &w.plan), OF_OK);
     applied_by = w.plan;
     ck_assert_int_eq(of_plan_set_group(w.plan, 0, &(double){0}, 0), OF_OK);
     for (int i = 0; i < N; i++) {

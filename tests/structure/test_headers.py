@@ -20,7 +20,7 @@ LOOP = ["-DOF_RULE=adam", '-DOF_RULE_HEADER="../rules/adam.h"', *INSTANCE]
 OP_BY_OP = ["-DOF_RULE=rmsprop", '-DOF_RULE_HEADER="../rules/rmsprop.h"', "-DOF_ROOTS=1",
          "-DOF_N_STATE=3", *INSTANCE]  # fmt: skip
 FORM = ["-DOF_FORM=rmsprop", *OP_BY_OP]
-PROGRAM = ['-DOF_RULE_HEADER="../rules/traced.h"', *INSTANCE]
+PROGRAM = ['-DOF_RULE_HEADER="../rules/programs.h"', *INSTANCE]
 MACROS = {
     "kernels/cuda/program_element.h": PROGRAM,
     "kernels/cuda/op_by_op_element.h": FORM,

@@ -10,7 +10,7 @@ from tree import ROOT
 
 LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 PYTHON = re.compile(r"optfuse\.\w|\w=(?:\"|True|False|None)|`|torch\.(?!optim)\w|state\[|unfuse")
-#: Phrases about Python's optimizers only: their operators, counters, traced classes and CUDA rules.
+#: Phrases about Python's optimizers only: their operators, counters, own steps and CUDA rules.
 OF_PYTHON = ("state['", "capturable", "optfuse.register", "set_default_dtype")
 FILES = [*(ROOT / "plugin").glob("*.c"), *(ROOT / "shim").glob("*.cpp")]
 FILES += [p for name in ("autograd", "gpu", "tensor") for p in (ROOT / "shim" / name).glob("*.cpp")]

@@ -112,7 +112,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_end_recompute": (None, []),
     "of_shim_is_recording": (_Bool, []),
     "of_shim_recorded_counts": (None, [ctypes.POINTER(ctypes.c_int64)]),
-    "of_shim_seconds_in_loops": (ctypes.c_double, [_Plan]),
+    "of_shim_looks_in_vain": (ctypes.c_int64, [_Plan]),
     "of_shim_seal_consumed": (None, [_Bool]),
 }
 _WITH_GIL: _Prototypes = {

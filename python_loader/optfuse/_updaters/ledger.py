@@ -238,7 +238,6 @@ class Ledger:
             self.tell_state(optimizer)
         except Error:
             pass  # the next step says so
-        # The programs of a traced class are for the state before.
         lib_with_gil.of_shim_ledger_know_state(self.plan, optimizer, False)
 
     def leaves_state(self, optimizer: Optimizer) -> bool:

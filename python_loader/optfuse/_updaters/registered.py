@@ -6,7 +6,6 @@ library makes most updates without it (native.py)."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from operator import is_
 from typing import Any
@@ -34,6 +33,7 @@ _CHANGED = (
     "optfuse: it changed {}, and a class that is registered may change nothing but its parameter "
     "and that one's state. Leave optfuse.register() out for this class: its step() is recorded then"
 )
+_MANY_LOOKS = 100  # take longer than an update of a small parameter
 _thread = threading.local()
 _RELEASE = releases.release_of(str(torch.__version__))
 _late: list[int] = []  # plans of optimizers that died during an update
@@ -77,20 +77,19 @@ class Registered(Updater):
         self._begun_by: int | None = None  # the thread that has noted all this since step()
         self._dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
         self._updates = 0
-        self._seconds = 0.0
 
     def explained(self, label: Callable[[int], str]) -> str:
         how = "torch's operators, or its " if self._native else ""
         return f"{how}own step(), on one parameter at a time: {self.described()}"
 
     def described(self) -> str:
-        looks, ms = lib.of_shim_seconds_in_loops(self._plan), 1000 * self._seconds
-        what = f"its step() ran on {self._updates} gradients, for {ms:.1f} ms"
-        if looks <= self._seconds / 2:
+        what = f"its step() ran on {self._updates} gradients"
+        looks = lib.of_shim_looks_in_vain(self._plan) // max(1, self._updates)
+        if looks < _MANY_LOOKS:
             return what
         return (
-            f"{what}, of which looks at other parameters took {1000 * looks:.1f} ms or more: with "
-            "so many parameters it is faster without register(), or in forward mode"
+            f"{what}, and looked at {looks} other parameters each time: with so many it is faster "
+            "without register(), or in forward mode"
         )
 
     def tried_on_cpu(self) -> int:
@@ -181,7 +180,6 @@ class Registered(Updater):
         shared = noted({key: state[key] for key in self._shared})
         is_known = self._is_known(slot, state.get(param))
         _thread.depth = getattr(_thread, "depth", 0) + 1
-        begun = time.perf_counter()
         try:
             with (
                 self._default_device.here(),
@@ -191,7 +189,6 @@ class Registered(Updater):
                 lib_with_gil.of_shim_step_alone(self._plan, self._step, (optimizer,), param)
         finally:
             _thread.depth -= 1
-            self._seconds += time.perf_counter() - begun
         if param.grad is None:  # step() has set it: then that appears in step()
             param.grad = gradient
             self._dropped.append(param)

@@ -254,7 +254,7 @@ static void check_programs(void) {
     for (int i = 0; i <= OF_CUDA_MOST_CODE; i++)
         code[i] = (of_instruction){.operation = OF_OPERATOR_add, .b = OF_REGISTER_GRAD, .s = -0.5};
     of_program program = {.code = code, .n = OF_CUDA_MOST_CODE};
-    of_cuda_update update = {.rule = "traced", .dtype = OF_FLOAT32, .hyper = hyper};
+    of_cuda_update update = {.rule = "programs", .dtype = OF_FLOAT32, .hyper = hyper};
     of_cuda_entry entry = {.param = values, .grad = values + 4, .n = 4, .step = 1};
     check(!of_program_check(&program), "a program of the largest size");
     check(of_cuda_prepare(&update) == OF_CUDA_OK, "kernels are loaded before there is a program");

@@ -41,7 +41,7 @@ BLOCK = "cuda/block.cuh"
 PROGRAM, CODE = "cuda/program.cu", "cuda/code.c"
 PACKING = "cuda/packing.cu"
 OP_BY_OP, ELEMENT, OPERATORS = "cuda/op_by_op.cu", "cuda/op_by_op_element.h", "rules/aten_cuda.h"
-SOURCES = {"traced": PROGRAM, "packing": PACKING}
+SOURCES = {"programs": PROGRAM, "packing": PACKING}
 FORMS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
 LANES = """#pragma unroll
@@ -123,36 +123,36 @@ MUTANTS = [
     Mutant("the next numbers are made with another option", "cuda/asgd_next.c", ".alpha = s.alpha",
            ".alpha = s.lr", rule="asgd"),
     Mutant("programs, the factor is ignored", PROGRAM,
-           "of_scale(&row[OF_REGISTER_GRAD], of_factor_of(common));", ";", rule="traced"),
+           "of_scale(&row[OF_REGISTER_GRAD], of_factor_of(common));", ";", rule="programs"),
     Mutant("programs, a third input is not read", PROGRAM, "= inputs > 2 ?", "= inputs > 3 ?",
-           rule="traced"),
+           rule="programs"),
     Mutant("programs, vectors anywhere", PROGRAM, "packed = aligned &&", "packed = true &&",
-           rule="traced"),
+           rule="programs"),
     Mutant("programs, one element too many", PROGRAM,
            "            pack.lane[i] = of_narrow(row.lane[lane + i]);\n"
            "        if (N > 1 || threadIdx.x + further < place.n)",
            "            pack.lane[i] = of_narrow(row.lane[lane + i]);\n"
-           "        if (N > 1 || threadIdx.x + further <= place.n)", rule="traced"),
+           "        if (N > 1 || threadIdx.x + further <= place.n)", rule="programs"),
     Mutant("programs, what is only read is stored", PROGRAM, "if (common.writes >> k & 1)",
-           "if (common.reads >> k & 1)", rule="traced"),
+           "if (common.reads >> k & 1)", rule="programs"),
     Mutant("programs, later arrays are not loaded", PROGRAM, "if (!(common.reads >> first))",
-           "if (first)", rule="traced"),
+           "if (first)", rule="programs"),
     Mutant("programs, vectors of a thread are neighbours", PROGRAM,
            "to[lane / OF_VECTOR * OF_CUDA_PROGRAM_THREADS]", "to[lane / OF_VECTOR]",
-           rule="traced"),
+           rule="programs"),
     Mutant("programs, rows overlap", PROGRAM, "number * (OF_CUDA_ROW_BYTES /",
-           "number * (OF_CUDA_ROW_BYTES / 2 /", rule="traced"),
+           "number * (OF_CUDA_ROW_BYTES / 2 /", rule="programs"),
     Mutant("programs, no row for a result", CODE, "{q->to, q->a, q->b, q->c};\n    unsigned rows",
-           "{q->a, q->a, q->b, q->c};\n    unsigned rows", rule="traced"),
+           "{q->a, q->a, q->b, q->c};\n    unsigned rows", rule="programs"),
     Mutant("programs, a number divides as on lists", OPERATORS,
            "aten_mul(self, (of_real)reciprocal)",
-           "aten_div(self, (of_real)1 / (of_real)reciprocal)", rule="traced"),
+           "aten_div(self, (of_real)1 / (of_real)reciprocal)", rule="programs"),
     Mutant("programs, a divisor is no reciprocal", CODE, "of_gpu_numbers(q, wide);",
-           "wide[0] = q->s, wide[1] = q->t;", rule="traced"),
+           "wide[0] = q->s, wide[1] = q->t;", rule="programs"),
     Mutant("programs, one number twice", CODE, "(float)wide[0], (float)wide[1]",
-           "(float)wide[0], (float)wide[0]", rule="traced"),
+           "(float)wide[0], (float)wide[0]", rule="programs"),
     Mutant("programs, entries begin in the program", LAUNCH, "c->table.words + c->code + (i + 1)",
-           "c->table.words + (i + 1)", rule="traced"),
+           "c->table.words + (i + 1)", rule="programs"),
     Mutant("packing, the middle row is added twice", PACKING, "if (last != first)", "if (true)",
            rule="packing"),
     Mutant("packing, one element too many", PACKING, "for (; at < n;", "for (; at <= n;",
@@ -212,7 +212,7 @@ class Build:
         form = FORMS.get(rule, rule)
         macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
         macros += [f"-DOF_FORM={form}"] if rule in FORMS else []
-        macros += ["-DOF_RUNS_PROGRAMS"] if rule == "traced" else []
+        macros += ["-DOF_RUNS_PROGRAMS"] if rule == "programs" else []
         macros += ["-DOF_STATE_BFLOAT16"] if rule == "adam_mixed" else []
         source = SOURCES.get(rule, OP_BY_OP if rule in FORMS else UPDATE)
         macros += [f'-DHOST_SOURCE="{source}"']

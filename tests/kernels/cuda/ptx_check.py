@@ -25,7 +25,7 @@ from optim_entries import ENTRIES
 OPERATIONS = ("fma", "mul", "sum", "div", "sqrt")
 OP_BY_OP = {name.lower(): entry for name, entry in ENTRIES.items()}
 CHIPS = ("sm_90", "sm_75")
-SPILLS = ("adam", "adam_mixed", "sgd", "rmsprop", "nadam", "traced", "packing")
+SPILLS = ("adam", "adam_mixed", "sgd", "rmsprop", "nadam", "programs", "packing")
 # Operations on one element, in that order, by the state in use. All branches count: both
 # ways of adding L2 decay (amsgrad has one), of filling SGD's buffer, of taking a
 # step. One product is the gradient's by the factor of clipping, one division that
@@ -86,7 +86,7 @@ CONTROLS = (
     ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
      "rules/aten_cuda.h", "of_multiply_add(true, w, way, self)",
      "of_multiply_add(false, w, way, self)"),
-    ("traced-float32", ("-fmad=true", "-prec-div=false"), "rules/aten_cuda.h",
+    ("programs-float32", ("-fmad=true", "-prec-div=false"), "rules/aten_cuda.h",
      "of_multiply_add(true, factor, a * b, self)",
      "of_multiply_add(false, factor, a * b, self)"),
     ("asgd_next", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true"),
@@ -271,7 +271,7 @@ def faults(compiler: Compiler, source: Path, instance: str, macros: list[str]) -
         return packing_faults(compiler, source, instance, macros)
     if instance == "asgd_next":
         return next_faults(compiler, source, macros)
-    if instance.startswith("traced-"):
+    if instance.startswith("programs-"):
         return program_faults(compiler, source, instance, macros)
     if instance.split("-")[0] in OP_BY_OP:
         return op_by_op_faults(compiler, source, instance, macros)

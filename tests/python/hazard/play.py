@@ -68,17 +68,17 @@ def act(world, action, arguments):
     return None
 
 
-def play(program, mode, at_once=False):
+def play(program, mode):
     alone = one_process() if "ddp" in program.setup else contextlib.nullcontext()
     with alone, pytorchs_own() if mode == "stock" else contextlib.nullcontext():
-        return played(program, mode, at_once)
+        return played(program, mode)
 
 
-def played(program, mode, at_once):
+def played(program, mode):
     run = Run([])
     torch.manual_seed(program.seed)
     try:
-        world = World(program.setup, mode, at_once)
+        world = World(program.setup, mode)
     except optfuse.Error as error:
         return Run([], "raised", 0, "setup", str(error))
     except Exception as error:
@@ -124,27 +124,9 @@ def difference(stock, run):
     return ""
 
 
-def raised_late(program, mode, stock, run):
-    """Whether an update that can't be computed is all that is wrong: stock raises in
-    step(), and ours where the update is launched. With none left pending by step()
-    it must raise there too, and until then both runs must see what stock does."""
-    if run.end != "raised":
-        return False
-    prompt = play(program, mode, at_once=True)
-    n = len(prompt.seen)
-    until_then = Run(stock.seen[:n]), Run(run.seen[:n], "raised")
-    if prompt.end != "raised" or difference(stock, prompt) or difference(*until_then):
-        return False
-    at = [place for place, _ in stock.seen[n : n + 1]]
-    return at == [f"{label(prompt.at, prompt.action)}: exception"]
-
-
 def verdict_of(program, mode, stock):
     run = play(program, mode)
-    failure = difference(stock, run)
-    if failure and raised_late(program, mode, stock, run):
-        failure = ""
-    return Verdict(run, failure)
+    return Verdict(run, difference(stock, run))
 
 
 def judge(program, modes=MODES):

@@ -128,25 +128,12 @@ OTHER_DTYPE = ("train_in_another_dtype", {"model": 0, "batch": 4})
 
 
 def test_an_update_that_raises_in_backward_is_as_good_as_one_in_step():
-    """Stock's step() raises, since the state has another dtype. Nothing need be
+    """Stock's step() raises, since the state has another dtype. Nothing is
     looked at afterwards."""
     for actions in ((OTHER_DTYPE,), (OTHER_DTYPE, ITERATION, LAST)):
         for mode, verdict in judge(small_program(*actions)).items():
             assert not verdict.failure, f"{mode}: {verdict.failure}"
-            assert verdict.run.end == ("raised" if mode == "backward" else "equal"), mode
-
-
-def test_an_update_that_raises_in_backward_excuses_nothing_else(monkeypatch):
-    from hazard.world import World
-
-    see = World.see
-
-    def see_wrongly(world, what, value):
-        see(world, what, value + 1 if world.fused and not world.at_once else value)
-
-    monkeypatch.setattr(World, "see", see_wrongly)
-    verdict = judge(small_program(OTHER_DTYPE), ("backward",))["backward"]
-    assert verdict.run.end == "raised" and "differ from stock" in verdict.failure
+            assert verdict.run.end == ("outside" if mode == "backward" else "equal"), mode
 
 
 @pytest.mark.parametrize("ours", (None, 3, 4))

@@ -22,9 +22,8 @@ def comparable(value):
 
 
 class World:
-    def __init__(self, setup, mode, at_once=False):
+    def __init__(self, setup, mode):
         self.mode = mode  # "stock", "forward" or "backward"
-        self.at_once = at_once  # step() leaves no update pending
         self.seen = []  # (label, value), in order: what is compared
         self.label = "setup"
         self.kinds = list(setup["models"])
@@ -164,8 +163,6 @@ class World:
     def stepped(self, i):
         """Every step() comes here afterwards."""
         self.unsettled.discard(i)
-        if self.at_once and self.fused:
-            self.launch()
 
     def train(self, loss, set_to_none=True):
         """One iteration of all optimizers; loss: a function, or None for the first model."""

@@ -259,9 +259,9 @@ def test_summary_and_explain_say_what_the_last_step_did():
     world.steps(4)
     said = optfuse.summary(world.optimizer)
     assert (said.mode, said.parameters, said.pending) == ("forward", 4, 0)
-    assert "4 programs and 0 operators" in said.traced
-    assert said.traced in str(said)
-    assert said.traced in optfuse.explain(world.optimizer)
+    assert "4 programs and 0 operators" in said.own_step
+    assert said.own_step in str(said)
+    assert said.own_step in optfuse.explain(world.optimizer)
     optfuse.flush(world.optimizer)
     optfuse.drain(world.optimizer)
     optfuse.unfuse(world.optimizer)

@@ -33,7 +33,7 @@ SAMPLES = [
     ("adam", "bfloat16", "of_cuda_adam_bfloat16_7_small", 200),
     ("lion", "float32", "of_cuda_lion_float32_1_small", 200),
     ("lion", "bfloat16", "of_cuda_lion_bfloat16_1_small", 200),
-    ("traced", "float32", "of_cuda_traced_float32_255_small", 400),
+    ("programs", "float32", "of_cuda_programs_float32_255_small", 400),
     ("packing", "float32", "of_cuda_packing_unpack_float32", 150),
     ("packing", "float32", "of_cuda_packing_add_float32", 150),
     ("packing", "float64", "of_cuda_packing_merge_float64", 100),
@@ -79,7 +79,7 @@ EQUIVALENT = {
         ),
         NOT_SPLIT,
     ),
-    "of_cuda_traced_float32_255_small": {
+    "of_cuda_programs_float32_255_small": {
         r"^setp\.nan\.f32 %p575, %f1857, %f1857 -> ": "the larger one is NaN where b is",
     },
     "of_cuda_scaling_float32_0_small": {
@@ -172,7 +172,7 @@ def row(rule: str, function: Function, log: str) -> dict[str, object]:
              re.findall(r"^total (\w+) (\d+) (\d+)$", log, re.MULTILINE)}  # fmt: skip
     left = [line for line in log.splitlines() if line.startswith(("survived ", "unreached "))]
     known = dict[str, str]()
-    if rule == "traced":
+    if rule == "programs":
         code = live(function)[0]
         known |= dict.fromkeys(first_values(code, function, log), FIRST)
         known |= dict.fromkeys(never_read(code, function, log), NEVER)

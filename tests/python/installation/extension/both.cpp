@@ -33,8 +33,3 @@ TORCH_LIBRARY(both, m) {
     });
     m.def("free(int it) -> ()", [](int64_t it) { delete &at_address(it); });
 }
-
-// For ctypes.PyDLL, which calls it with the GIL as pybind11 does.
-extern "C" __attribute__((visibility("default"))) void both_step_with_gil(int64_t it) {
-    at_address(it).fused.step();
-}

@@ -4,10 +4,7 @@ that includes optfuse.hpp. The first argument is the function, the second the ex
 
 from __future__ import annotations
 
-import ctypes
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
@@ -96,7 +93,6 @@ def python_first() -> None:
     assert libraries() == [str(path.resolve())], libraries()
     check_both()
     in_both_worlds()
-    with_the_gil()
 
 
 def extension_first() -> None:
@@ -136,39 +132,6 @@ def in_both_worlds() -> None:
     cxx.step()
     torch.ops.both.free(cxx.it)
     optfuse.fuse(adamw(shared, 1e-2), mode="backward")
-
-
-def with_the_gil() -> None:
-    """An update that Python makes holds the plan's lock and lets go of the GIL now and then. C++
-    that comes with the GIL, as by pybind11, and waits for that lock must let go of it, too."""
-    import optfuse
-
-    inside = threading.Event()
-
-    class Slow(torch.optim.SGD):
-        def step(self, closure=None):
-            inside.set()
-            time.sleep(0.3)
-            return super().step(closure)
-
-    optfuse.register(Slow, per_parameter=True)
-    shared = params()
-    python, cxx = (
-        optfuse.fuse(Slow(shared, lr=0.1, foreach=False), recorded=False),
-        InCxx(shared, 1e-2),
-    )
-    with_gil = ctypes.PyDLL(EXTENSION).both_step_with_gil
-    with_gil.argtypes = [ctypes.c_int64]
-
-    for _ in range(2):  # the first update does not wait
-        backward(shared)
-        python.step()
-    inside.clear()
-    user = threading.Thread(target=lambda: shared[0].sum())
-    user.start()
-    assert inside.wait(10), "the update was pending"
-    with_gil(cxx.it)
-    user.join()
 
 
 if __name__ == "__main__":

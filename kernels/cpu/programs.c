@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* traced.c: runs programs (program.h), compiled once per dtype and instruction set. Each
+/* programs.c: runs programs (program.h), compiled once per dtype and instruction set. Each
  * operator is a loop over a block of elements; a block's registers are rows of a room that
  * stays in the first-level cache, or, where no conversion is needed, places in memory. As plain
  * C the compiler is told not to vectorize these loops: then they are the yardstick. */
