@@ -147,9 +147,11 @@ of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_a
     c10::StorageImpl *storage = storage_of(impl);
     if (how == of_access && (!keep_promise(storage) || !await_arrival(storage)))
         return OF_ACCESS_FAILED;
-    const of_accessed accessed = how(storage, foreign);
-    const c10::StorageImpl *key = accessed == OF_NOTHING_PENDING ? key_of_proxy(impl) : nullptr;
-    return key == nullptr ? accessed : how(key, foreign);
+    of_accessed accessed = how(storage, foreign);
+    if (accessed == OF_NOTHING_PENDING)
+        for (const c10::StorageImpl *key : keys_of_proxy(impl))
+            accessed = std::max(accessed, how(key, foreign));
+    return accessed;
 }
 
 void note_stepping_thread() { steps_here = true; }

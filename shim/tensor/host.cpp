@@ -126,8 +126,11 @@ bool are_private(const References *refs) {
         special.proxies.push_back(impl);
         mark(impl);
     };
-    if (special.shared_grad.defined() && OF_GUARD(bucket))
-        add(special.shared_grad.unsafeGetTensorImpl());
+    if (special.shared_grad.defined() && OF_GUARD(bucket)) {
+        c10::TensorImpl *grad = special.shared_grad.unsafeGetTensorImpl();
+        special.proxies.push_back(storage_of(grad));
+        mark(grad);
+    }
     if (!slot->wrappers.empty() && OF_GUARD(wrapper)) {
         for (const at::Tensor &alias : slot->aliases)
             mark(alias.unsafeGetTensorImpl());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// proxies.h: tensors that are not the memory of a pending update, and yet have to launch it
-// when they are used: a DTensor for its local tensor, and a gradient whose memory many share.
+// proxies.h: what is not the memory of a pending update, and yet has to launch it when it is used: a
+// DTensor for its local tensor, and memory that many gradients share.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -10,14 +10,14 @@
 
 namespace optfuse {
 
-using Proxies = std::vector<const c10::TensorImpl *>;
+using Proxies = std::vector<const void *>; // tensors, or storages for all tensors that have them
 
-// From here on each of these tensors stands for the update that has this key.
-void add_proxies(const c10::StorageImpl *key, const Proxies &tensors);
-// They no longer do, unless they stand for another one by now.
-void remove_proxies(const c10::StorageImpl *key, const Proxies &tensors);
-// The key of the update that a tensor stands for, or nullptr. The tensor may be another one
-// than the one that was told, at the same address.
-const c10::StorageImpl *key_of_proxy(const c10::TensorImpl *tensor);
+// From here on each of these stands for the update that has this key. A storage may stand for many.
+void add_proxies(const c10::StorageImpl *key, const Proxies &proxies);
+// They no longer do.
+void remove_proxies(const c10::StorageImpl *key, const Proxies &proxies);
+// The keys of the updates that a tensor or its storage stands for. It may be another one than the one
+// that was told, at the same address.
+std::vector<const c10::StorageImpl *> keys_of_proxy(const c10::TensorImpl *tensor);
 
 } // namespace optfuse

@@ -59,7 +59,7 @@ class Storages {
 // Few updates keep any of this.
 struct Special {
     // A gradient whose memory other tensors use, who are known to come by the mark on this very
-    // tensor before they change it: it is no part of the update, but stands for it.
+    // tensor before they change it: it is no part of the update, but its memory stands for it.
     at::Tensor shared_grad;
     at::Tensor copy; // a gradient in the parameter's strides
     // Not dense: {tensor, dense copy to compute with}. The first n_written are
