@@ -147,6 +147,7 @@ struct Plan {
     std::shared_ptr<recorded::Instead> instead;
     // In backward mode: all updates of this pass are left to step(), which the class takes by itself.
     std::atomic<bool> is_left{false};
+    std::atomic<uint64_t> captured_into{0}; // the graph into which the last pass went; 0: none
     std::vector<at::Tensor> dying; // empty: room for what zero_grad() lets go
     // By storage, if this step() has asked for it (overlap.h). With `alone`.
     std::vector<Written> written;

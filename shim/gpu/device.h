@@ -60,13 +60,15 @@ void *native_stream(const of_stream &stream);
 class SteadyStreams {
   public:
     explicit SteadyStreams(bool steady = true) {
-        if (any_gpu.load(std::memory_order_relaxed))
+        if (know_any())
             enter(steady);
     }
     ~SteadyStreams() {
         if (entered)
             leave();
     }
+    // Whether the process has ever had a stream of a GPU.
+    static bool know_any() { return any_gpu.load(std::memory_order_relaxed); }
     SteadyStreams(const SteadyStreams &) = delete;
     SteadyStreams &operator=(const SteadyStreams &) = delete;
 

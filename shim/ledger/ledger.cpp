@@ -7,6 +7,7 @@
 
 #include "autograd/backward.h"
 #include "error.h"
+#include "gpu/device.h"
 #include "guard.h"
 #include "python/callback.h"
 #include "shim.h"
@@ -16,6 +17,24 @@ namespace optfuse {
 
 bool Ledger::has_updated() const {
     return plan.mode == OF_BACKWARD && of_shim_unconfirmed(handle_of(&plan));
+}
+
+// The CUDA graph that is being captured on this thread's stream of the plan's GPU; 0: none.
+static uint64_t capture_here(const Plan &plan) {
+    if (SteadyStreams::know_any())
+        for (const Slot *slot : plan.slots)
+            if (is_gpu(slot->param->device()))
+                return current_stream(slot->param->device().index()).capture;
+    return 0;
+}
+
+void Ledger::refuse_capture_without_backward() const {
+    const uint64_t capture = has_updated() ? capture_here(plan) : 0;
+    if (capture != 0 && capture != plan.captured_into && OF_GUARD(capture_step))
+        fail("optfuse: step() is captured into a CUDA graph, but backward(), which was not, has "
+             "already updated the parameters, so that replays of the graph would update nothing.\n"
+             "Capture backward() as well, or use optfuse.fuse(optimizer, mode=\"forward\"). The "
+             "updates stand, and a step() outside of the capture confirms them");
 }
 
 // ---- telling
@@ -124,6 +143,7 @@ void Ledger::create_updates(OptimizerReader &now, Look look) {
 
 void Ledger::step(OptimizerReader &now) {
     const std::lock_guard<std::recursive_mutex> alone(plan.alone);
+    refuse_capture_without_backward();
     Look look = now.look();
     refuse_late_changes(now, look, true);
     sync_params(now, &look);
@@ -171,6 +191,7 @@ void Ledger::begin_pass(OptimizerReader &now) {
              "pass can't start to update; call zero_grad() after changing param_groups. Nothing "
              "was updated");
     refuse_late_changes(now, look, false);
+    plan.captured_into = capture_here(plan);
     plan.is_left = !now.begin(&look, true);
     if (plan.is_left)
         return;

@@ -35,6 +35,7 @@ class Ledger {
     // Refuses what was changed between backward() and step(), where stock would still obey it.
     // at_step: what this says, the next step() does not say again.
     void refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step);
+    void refuse_capture_without_backward() const;
     bool has_updated() const; // backward mode: what step() has not confirmed yet
     // The state has an entry for this slot that the plan's updates have put there.
     void note_entry(size_t slot) { inserted.push_back(slot); }

@@ -74,6 +74,42 @@ def test_without_the_guard_it_would_not(monkeypatch):
     settle()
 
 
+def a_captured_step_behind_an_eager_backward():
+    torch.manual_seed(0)
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), "backward")
+    train(model, optimizer, 0)
+    backward(model, optimizer, 1)
+    settle()
+    with captured(fakecuda.stream()):
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_captured_step_whose_updates_backward_has_made_is_refused():
+    with pytest.raises(optfuse.Error, match="replays of the graph would update nothing"):
+        a_captured_step_behind_an_eager_backward()
+    settle()
+
+
+def test_without_the_guard_it_would_capture_nothing(monkeypatch):
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "capture_step")
+    a_captured_step_behind_an_eager_backward()
+    settle()
+
+
+def test_backward_and_step_in_one_capture_are_taken():
+    torch.manual_seed(0)
+    model = net()
+    optimizer = optfuse.fuse(adamw(model.parameters()), "backward")
+    train(model, optimizer, 0)
+    drain_all()
+    with captured(fakecuda.stream()):
+        train(model, optimizer, 1)
+    train(model, optimizer, 2)
+    settle()
+
+
 def use_of_an_update_from_outside(how):
     """Whether it is refused, and is there afterwards."""
     model, optimizer = prepared()

@@ -519,7 +519,6 @@ def race_in_passes(guard, cls, work, monkeypatch):
 
 
 def test_memory_of_a_pass_is_its_streams(monkeypatch):
-    # check_guard("ahead_memory"
     legal(passes_on_other_streams_than_steps, "backward", prove=False)
     races_without("ahead_memory", passes_on_other_streams_than_steps, monkeypatch, "backward")
 
@@ -533,7 +532,6 @@ class Counts(Base):
 
 
 def test_what_runs_at_once_leaves_the_step_to_itself(monkeypatch):
-    # check_guard("ahead_at_once"
     work = a_stream_for_each_parameter
     legal(PASSES[work.__name__](Counts), "backward", prove=False)
     race_in_passes("ahead_at_once", Counts, work, monkeypatch)
@@ -569,13 +567,11 @@ def who_writes_on_its_stream(wrap):
 
 def test_a_step_on_another_stream_is_left_to_itself(monkeypatch):
     legal(who_writes_on_its_stream, "backward", prove=False)
-    # check_guard("ahead_streams"
     races_without("ahead_streams", who_writes_on_its_stream, monkeypatch, "backward")
 
 
 def test_a_captured_pass_is_left_to_step(monkeypatch):
     monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", "ahead_capture")
-    # check_guard("ahead_capture"
     script = PASSES["a_captured_iteration"](CLASSES["Elementwise"])
     with pytest.raises(optfuse.Error, match="which the steps before did not"):
         play(script, Fused("backward"))
@@ -838,7 +834,6 @@ def test_a_line_runs_on_its_stream():
 
 
 def test_without_its_stream_a_line_races(monkeypatch):
-    # check_guard("recorded_stream"
     races_without("recorded_stream", who_looks_on_its_stream, monkeypatch)
 
 
@@ -868,7 +863,6 @@ def test_an_event_that_step_records_stands_for_the_lines_before():
 
 
 def test_without_that_it_would_not(monkeypatch):
-    # check_guard("recorded_order"
     races_without("recorded_order", who_waits_for_an_event_of_step, monkeypatch)
 
 
