@@ -109,11 +109,14 @@ void Ledger::find_written(std::vector<std::string> *found) const {
         return; // in an update of_shim_step() says what is wrong
     of_plan_close(plan.core);
     for (const Slot *slot : plan.slots) {
-        const bool same = slot->version == param_version(*slot);
-        if (same && slot->state_version == state_version(*slot))
-            continue;
-        if (of_plan_is_updated(plan.core, slot->index))
-            found->push_back((same ? "the state of " : "") + slot->label + " was written in place");
+        const auto is_param = [slot] { return slot->version != param_version(*slot); };
+        const auto is_written = [&] {
+            return is_param() || slot->state_version != state_version(*slot);
+        };
+        // Another thread may be in the middle of its update, for which the second question waits.
+        if (is_written() && of_plan_is_updated(plan.core, slot->index) && is_written())
+            found->push_back((is_param() ? "" : "the state of ") + slot->label +
+                             " was written in place");
     }
 }
 
