@@ -1,55 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Deep copies and deep comparisons of what an optimizer has: its options, attributes and
-state. Tensors are compared by bits."""
+"""Deep comparisons of what an optimizer has: its options, attributes and state. Tensors are
+compared by bits."""
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections import deque
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optfuse._library.bindings import Error
-
 DEEPEST = 50
 _CONSTANT = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def deep_copy(value: Any, what: str, shared: dict[int, Any] | None = None) -> Any:
-    """shared: objects by their id that the copy has, too."""
-    try:
-        return _copied(value, dict(shared or {}))
-    except Exception as error:
-        raise Error(
-            f"optfuse: {what} can't be copied, so step() can't be tried without them: "
-            f"{type(error).__name__}: {error}. Use the optimizer as it is"
-        ) from error
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """As copy.deepcopy(), in less time for what options and attributes mostly are."""
-    kind = type(value)
-    if kind in _CONSTANT:
-        return value
-    if kind not in (dict, list, tuple) or id(value) in memo:
-        return copy.deepcopy(value, memo)
-    if kind is tuple:
-        items = tuple([_copied(item, memo) for item in value])
-        same = all(map(is_, items, value))
-        return value if same else memo.setdefault(id(value), items)
-    made: Any = kind()
-    memo[id(value)] = made
-    if kind is dict:
-        for key, item in value.items():
-            made[_copied(key, memo)] = item if type(item) in _CONSTANT else _copied(item, memo)
-    else:
-        made.extend(_copied(item, memo) for item in value)
-    return made
 
 
 def difference(name: str, ours: Any, theirs: Any, depth: int = 0) -> str | None:

@@ -1,40 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies of options, attributes and state for trials, and comparisons of their bits."""
+"""Comparisons of bits."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
 
-from optfuse._trials.compare import deep_copy, same_bits
-
-
-def test_a_copy_shares_nothing_that_can_be_written_into() -> None:
-    value: dict[Any, Any] = {"list": [1, {"a": (1.0, [2])}], "ordered": OrderedDict(b=[3])}
-    made = deep_copy(value, "it")
-    assert made == value and type(made["ordered"]) is OrderedDict
-    value["list"][1]["a"][1].append(4)
-    value["ordered"]["b"].append(5)
-    assert made == {"list": [1, {"a": (1.0, [2])}], "ordered": OrderedDict(b=[3])}
-
-
-def test_a_copy_has_one_object_for_one_object() -> None:
-    shared: list[Any] = [torch.zeros(2)]
-    shared.append(shared)
-    pair = (shared, 1)
-    made = deep_copy({"a": shared, "b": pair, "c": pair, 0: shared[0]}, "it")
-    assert made["a"][1] is made["a"] is made["b"][0] is not shared
-    assert made["b"] is made["c"]
-    assert made["a"][0] is made[0] is not shared[0]
-
-
-def test_a_copy_keeps_what_is_said_to_be_shared() -> None:
-    kept = [1]
-    made = deep_copy(({"a": kept}, [kept]), "it", {id(kept): kept})
-    assert made[0]["a"] is made[1][0] is kept
+from optfuse._trials.compare import same_bits
 
 
 @pytest.mark.parametrize(
