@@ -4,7 +4,7 @@
 #include "internal.h"
 
 static bool is_by_kernel(const of_update *update) {
-    return update->in.device == OF_CPU && !(update->in.program && update->in.program->by_host);
+    return update->in.device == OF_CPU && !of_is_by_host(update);
 }
 
 static bool fits(const of_plan *plan, const of_update *update, const of_average *average) {

@@ -12,7 +12,7 @@ static bool apply(of_plan *plan, of_update *update) {
     return done;
 }
 
-bool of_is_by_host(of_update *update) {
+bool of_is_by_host(const of_update *update) {
     return update->in.program && update->in.program->by_host;
 }
 

@@ -115,7 +115,7 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry 
 /* later: what is launched after this call. */
 static bool run(of_plan *plan, const of_list *call, const of_list *later) {
     of_cuda_entry entries[CALL_ENTRIES];
-    of_update *first = call->first;
+    const of_update *first = call->first;
     const size_t n = entries_of(call, entries);
     if (n == 0)
         return true;

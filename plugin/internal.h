@@ -349,7 +349,7 @@ void of_queues_forget(of_plan *plan); /* forgets all: joined at the end of backw
 bool of_queues_drain(of_plan *plan);
 
 /* external.c: with plan->lock held. Updates by the host's operators; false: one failed. */
-bool of_is_by_host(of_update *update);
+bool of_is_by_host(const of_update *update);
 bool of_apply(of_plan *plan, const of_list *list);
 
 /* cpu_launch.c: with plan->lock held. Kernels and scalings on the CPU. */

@@ -31,6 +31,10 @@ static of_list take(of_list *list, bool is_taken(of_update *)) {
     return taken;
 }
 
+static bool is_by_host(of_update *update) {
+    return of_is_by_host(update);
+}
+
 static bool is_on_a_device(of_update *update) {
     return update->in.device != OF_CPU;
 }
@@ -101,7 +105,7 @@ void of_launch(of_plan *plan, of_list *list, of_reason reason, of_list *done) {
     const bool is_update = list->first->kind->is_update;
     plan->counts.launches += is_update;
     const bool perhaps = is_update && plan->rule->runs_programs;
-    of_list by_host = perhaps ? take(list, of_is_by_host) : (of_list){0};
+    of_list by_host = perhaps ? take(list, is_by_host) : (of_list){0};
     if (is_update && has_product(list)) {
         of_list products = of_take_products(plan, list);
         launch_products(plan, &products, done);

@@ -81,8 +81,8 @@ struct Slot : UsualSlot {
     std::string label; // how errors name the parameter
     at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU or, if
                                           // of_rule.counts_on_gpu, the parameter's GPU
-    // Of an update by the host: the tensors of the state, in the order of the native update if there
-    // is one.
+    // The tensors of the state that an update by the host uses, in the order of the native update if
+    // there is one.
     std::vector<at::Tensor> own;
     // Rules that run programs: that of the updates from here on.
     std::shared_ptr<const Program> program;
@@ -101,9 +101,9 @@ struct Slot : UsualSlot {
 
 inline bool is_by_host(const Slot *slot) { return slot->program && slot->program->core.by_host; }
 
-inline bool runs_lines(const Slot *slot) { return slot->program && slot->program->is_of_lines; }
-
 inline bool runs_own_step(const Slot *slot) { return slot->program && slot->program->is_own; }
+
+inline bool runs_lines(const Slot *slot) { return is_by_host(slot) && !runs_own_step(slot); }
 
 inline bool writes_gradient(const Slot *slot) {
     return slot->program && slot->program->writes_gradient();

@@ -13,8 +13,7 @@ namespace optfuse {
 struct Program {
     std::vector<of_instruction> code;
     of_program core = {};     // over `code`
-    bool is_of_lines = false; // there is none: the lines of a recorded step() run (recorded/ahead.h)
-    bool is_own = false;      // there is none: the class's own step() runs
+    bool is_own = false;      // of those by the host: the class's own step() runs, not lines (ahead.h)
 
     bool writes_gradient() const { return (core.writes >> OF_REGISTER_GRAD & 1u) != 0; }
     unsigned state() const { return (core.reads | core.writes) >> OF_REGISTER_STATE; } // a bit each

@@ -273,7 +273,7 @@ void Ahead::end_step(const Plan &plan) {
 void Ahead::hand_over(Slot *slot, std::vector<std::shared_ptr<const Program>> *known) {
     static const auto lines = [] {
         const auto made = std::make_shared<Program>();
-        made->core.by_host = made->is_of_lines = true;
+        made->core.by_host = true;
         return std::shared_ptr<const Program>(made);
     }();
     Part &part = parts[slot->index];

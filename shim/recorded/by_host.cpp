@@ -118,7 +118,7 @@ bool update(const of_inputs *in, References *refs) {
     if (in->device != OF_CPU)
         stream.reset_stream(
             c10::Stream(c10::Stream::UNSAFE, slot->param->device(), in->stream.id));
-    if (refs->program->is_of_lines) {
+    if (!refs->program->is_own) {
         slot->plan->ahead->run(slot->index, refs->special->held_grad);
         return true;
     }
