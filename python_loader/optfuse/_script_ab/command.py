@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from optfuse._library.loader import load
 from optfuse._library.started import interpreter_flags
 from optfuse._run.command import (
     add_fuse_options,
@@ -96,6 +97,7 @@ def _work(options: argparse.Namespace) -> int:
         options.parser.error(reason)
     script = _script(options)
     try:
+        load()  # else the script's processes say one after the other that it can't be
         from optfuse._script_ab import work
     except ImportError as error:  # of torch, or of the library, which says what to do
         print(f"optfuse: {error}", file=sys.stderr)
