@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import optfuse
-from optfuse._ab.result import Interval, median_interval
-from optfuse._ab.variants import with_flags
+from optfuse_tools.ab.result import Interval, median_interval
+from optfuse_tools.ab.variants import with_flags
 
 PACKAGE = "pytorch_optimizer"
 NAMES = ("AdaBelief", "Lion", "Yogi", "AdaMod", "AdaBound", "ADOPT", "RAdam", "Tiger", "PNM")

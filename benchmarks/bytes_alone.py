@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from optfuse._ab.variants import NoOptimizer, Wrap
+from optfuse_tools.ab.variants import NoOptimizer, Wrap
 
 IN_BACKWARD, IN_FORWARD = "bytes alone, backward", "bytes alone, forward"
 FLOORS = (IN_BACKWARD, IN_FORWARD)

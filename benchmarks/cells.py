@@ -13,7 +13,7 @@ from models import GPT, GPT2, MLP, MobileNetV2, ResNet18, ResNet50, ViT
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from optfuse._ab.variants import BuildFn, Iteration, Wrap
+from optfuse_tools.ab.variants import BuildFn, Iteration, Wrap
 
 IMAGE, LENGTH = 64, 128
 LARGE_IMAGE, LARGE_LENGTH = 224, 512  # on a GPU

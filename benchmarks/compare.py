@@ -19,7 +19,7 @@ from figures import OURS, Line, lines, progress, table, title, verdict
 from variants import few_variants, variants
 
 import optfuse
-from optfuse._ab.variants import BuildFn, Wrap
+from optfuse_tools.ab.variants import BuildFn, Wrap
 
 ROUND_TRIPS = 2000
 FAR_NS = 80.0  # more than two cores that share a cache need

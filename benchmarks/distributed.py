@@ -28,8 +28,8 @@ from two_processes import WORLD, given, join, leave, pair
 from variants import FOREACH
 
 import optfuse
-from optfuse._ab.result import Interval, equal_bits, median_interval
-from optfuse._ab.variants import VARIANTS, Iteration
+from optfuse_tools.ab.result import Interval, equal_bits, median_interval
+from optfuse_tools.ab.variants import VARIANTS, Iteration
 
 LATENCY_MS = 0.1
 BEHIND = 0.2  # the share of exposed communication from which on a network is the bottleneck

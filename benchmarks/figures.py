@@ -13,8 +13,8 @@ from bytes_alone import FLOORS
 from torch import Tensor
 from variants import HOOK_VARIANTS
 
-from optfuse._ab.interval import RESAMPLES, Interval, median_interval
-from optfuse._ab.result import Comparison, Row
+from optfuse_tools.ab.interval import RESAMPLES, Interval, median_interval
+from optfuse_tools.ab.result import Comparison, Row
 
 FUSED, DEFAULT, NONE = "fused=True", "default", "no optimizer"
 OURS = ("backward fusion", "forward fusion")

@@ -18,7 +18,7 @@ from kfac_shapes import PAPERS_LINK, packed
 from link import Network
 from two_processes import WORLD, pair
 
-from optfuse._ab.result import Interval, median_interval
+from optfuse_tools.ab.result import Interval, median_interval
 
 NETWORKS = (Network(5.0, PAPERS_LINK.ms_per_mb), PAPERS_LINK)
 WIDE, DEEP = STACKS

@@ -14,7 +14,7 @@ from compare import in_time
 from figures import columns, progress, title
 
 import optfuse
-from optfuse._ab.result import Interval, median_interval
+from optfuse_tools.ab.result import Interval, median_interval
 
 CELLS = (Cell("MLP", 128, 1), Cell("ResNet-18", 8, 1), Cell("GPT", 8, 1))
 SMOKE = CELLS[:1]

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from variants import variants
 
 import optfuse
-from optfuse._ab.variants import BuildFn, Iteration, Wrap
+from optfuse_tools.ab.variants import BuildFn, Iteration, Wrap
 
 WARMUP, MEASURED, RESIDENT = 2, 3, 10  # iterations
 SMOKE = (FUSED, "backward fusion")  # a process each

@@ -16,7 +16,7 @@ from models import Block
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from optfuse._ab.variants import Iteration, NoOptimizer, Wrap, with_flags
+from optfuse_tools.ab.variants import Iteration, NoOptimizer, Wrap, with_flags
 
 COMPILED, JAX = "compiled whole step", "JAX, jitted step"
 ALIKE = 1e-3  # of the first loss: it is summed in another order

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from optfuse._layers.pipeline.plan import SPLIT_MULTIPLE
 from optfuse.pipeline import Layer
+from optfuse_layers.pipeline.plan import SPLIT_MULTIPLE
 
 ROUNDING = 1 + 1e-12
 #: In which order a layer's F (with the update), dW and dX may be put; X, Y: the parts of dX.

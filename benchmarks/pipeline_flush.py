@@ -21,7 +21,7 @@ from pipeline_orders import (
 )
 from pipeline_shapes import DEEP, layers
 
-from optfuse._layers.pipeline.plan import (
+from optfuse_layers.pipeline.plan import (
     KINDS,
     Layer,
     Place,

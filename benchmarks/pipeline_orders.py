@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from optfuse._layers.pipeline.plan import KINDS
+from optfuse_layers.pipeline.plan import KINDS
 
 Row = tuple[int, int, int, int]  # kind, layer, batch, process
 FORWARD, INPUT, WEIGHT, UPDATE = (

@@ -14,7 +14,7 @@ from figures import columns, title
 from pipeline_bound import best_placement, least
 from pipeline_shapes import MODELS, layers
 
-from optfuse._layers.pipeline.plan import Plan, placed
+from optfuse_layers.pipeline.plan import Plan, placed
 
 PROCESSES = range(2, 10)
 MANY = (7, 8, 9)

@@ -17,7 +17,7 @@ import two_processes
 from torch import Tensor, nn
 
 import optfuse
-from optfuse._ab.result import median_interval
+from optfuse_tools.ab.result import median_interval
 
 STRATEGIES = ("1f1b", "pipedream_replicated", "intra", "layerpipe")
 BATCHES, ROUNDS = 24, 12  # a run; runs of each strategy

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from two_processes import given, join, leave, several
 
 import optfuse
-from optfuse._ab.result import median_interval
+from optfuse_tools.ab.result import median_interval
 
 STAGES = 4
 MICRO = 2 * STAGES

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import optfuse
-from optfuse._ab.result import Interval
-from optfuse._ab.variants import Wrap
+from optfuse_tools.ab.result import Interval
+from optfuse_tools.ab.variants import Wrap
 
 # By default glibc maps each block above 32 MB anew and returns it when it is freed.
 KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"

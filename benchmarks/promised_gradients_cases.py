@@ -15,7 +15,7 @@ from models import Block
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from optfuse._ab.variants import Iteration, Wrap
+from optfuse_tools.ab.variants import Iteration, Wrap
 
 HEAD = 64  # features of an attention head
 CLASSES = 64  # behind an embedding

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from two_processes import WORLD, given, join, leave, pair
 
 import optfuse
-from optfuse._ab.result import Interval, equal_bits, median_interval
+from optfuse_tools.ab.result import Interval, equal_bits, median_interval
 
 STOCK, FAST, ALL, AUTO = "stock's order", "stock's order, no delay", "all last", "auto"
 AWAITED = ", awaited at first use"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from optfuse._ab.variants import VARIANTS, Wrap, with_flags
+from optfuse_tools.ab.variants import VARIANTS, Wrap, with_flags
 
 HOOKS = "Python hooks"
 HOOK_FLAGS = {"": {"foreach": False}, ", foreach": {"foreach": True}, ", fused": {"fused": True}}

@@ -6,9 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from optfuse._doctor import command as doctor
-from optfuse._run import command as run
-from optfuse._script_ab import command as ab
+from optfuse import _packages
 
 
 def main(arguments: list[str]) -> int:
@@ -18,9 +16,8 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    run.add_to(commands)
-    ab.add_to(commands)
-    doctor.add_to(commands)
+    for command in _packages.commands():
+        command.add_to(commands)
     options = parser.parse_args(arguments)
     return int(options.work(options))
 

@@ -18,10 +18,9 @@ from optfuse import _process, _step
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
 from optfuse._gpu import is_gpu
-from optfuse._layers.delay import delayed_updates
 from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard
 from optfuse._link import Link, link_of
-from optfuse._options import LINK, MADE, Options, is_fused
+from optfuse._options import DELAYED, LINK, MADE, Options, is_fused
 from optfuse._patches import raw_memory
 from optfuse._recorded import record
 from optfuse._refuse import check_group, check_params
@@ -60,14 +59,14 @@ class _Fused:
         link = link_of(optimizer)
         found: dict[str, Any] = link.stock.state_dict(optimizer)
         if link.delayed is not None:
-            found[delayed_updates.KEY] = link.delayed.state(optimizer)
+            found[DELAYED] = link.delayed.state(optimizer)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link = link_of(optimizer)
         _refuse_late_load(link)
-        late = state_dict.get(delayed_updates.KEY) if link.delayed is not None else None
+        late = state_dict.get(DELAYED) if link.delayed is not None else None
         if link.delayed is not None:
             link.delayed.check(optimizer, late)
         link.stock.load_state_dict(optimizer, state_dict)
@@ -98,7 +97,7 @@ class _Fused:
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(_state_of(self), memo))
         eager = tuple(copy.deepcopy(p, memo) for p in link.options.eager)
-        delays = tuple((copy.deepcopy(p, memo), delay) for p, delay in link.options.delays)
+        delays = copy.deepcopy(link.options.delays, memo)
         options = replace(link.options, eager=eager, reduction=None, delays=delays)
         fuse_by(_rule_of_copy(twin, link), twin, options)
         if not is_fused(twin):
@@ -243,7 +242,7 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> Optimiz
     stock = type(optimizer)
     link = Link(optimizer, options, rule)
     if options.delays:
-        link.delayed = delayed_updates.Delayed(link, optimizer, options)
+        link.delayed = options.delays.begin(link, optimizer)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, _methods_for(rule, options.mode))  # type: ignore[assignment, arg-type]
     rewrap(optimizer)

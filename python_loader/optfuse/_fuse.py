@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _process
+from optfuse import _packages, _process
 from optfuse._arguments.check import (
     EAGER,
     FLAG,
@@ -29,13 +29,13 @@ from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
 from optfuse._gpu import is_gpu
-from optfuse._layers.delay.delayed_updates import delays_of
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
 from optfuse._options import (
     AUTO,
     OFF,
+    Delays,
     Options,
     is_disabled,
     is_fused,
@@ -185,19 +185,23 @@ def _options(
             BACKWARD, chosen, bucket_bytes, mode.side_stream, accumulate=mode.accumulate
         )
     else:
-        delay = mode.delay or Delay({})
         options = Options(
             FORWARD,
             chosen,
             bucket_bytes,
             max_grad_norm=mode.max_grad_norm,
             fold=mode.fold,
-            delays=delays_of(delay.steps, optimizer),
-            weights=delay.weights,
+            delays=_delays_of(mode.delay, optimizer),
         )
     if mode.ddp is not None:
         check_model(mode.ddp, optimizer, options.accumulate, _reduction_kind(mode))
     return options
+
+
+def _delays_of(delay: Delay | None, optimizer: Optimizer) -> Delays | None:
+    if delay is None:
+        return None
+    return _packages.delayed_updates().delays_of(delay, optimizer)  # type: ignore[no-any-return]
 
 
 def _reduction_kind(mode: Forward | Backward) -> type[Reduction]:

@@ -17,7 +17,7 @@ from optfuse._library.bindings import FORWARD, Error
 LINK = "_optfuse_link"  # the attribute of a fused optimizer that holds its Link
 RECORDED = "_optfuse_recorded"  # of one whose step() is recorded: its Step
 MADE = "_optfuse_made"  # and of one that has been made and fused, but Python calls __init__() again
-
+DELAYED = "optfuse_delay"  # the key in state_dict() of what Delayed keeps
 
 AUTO, OFF, FORCED = "auto", "off", "force"
 
@@ -59,7 +59,7 @@ class Reduction(Protocol):
 
 
 class Delayed(Protocol):
-    """Parameters whose updates arrive late."""
+    """The parameters of a fused optimizer whose updates arrive late."""
 
     def step(self, optimizer: Optimizer, link: Any) -> None: ...
 
@@ -78,6 +78,12 @@ class Delayed(Protocol):
     def __len__(self) -> int: ...
 
 
+class Delays(Protocol):
+    """Parameters whose updates are to arrive late."""
+
+    def begin(self, link: Any, optimizer: Optimizer) -> Delayed: ...
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of fuse() and of its mode."""
@@ -91,7 +97,6 @@ class Options:
     strict: bool = False
     fold: bool = True  # clipping and unscaling by GradScaler into the update
     reduction: Reduction | None = None  # of a DistributedDataParallel model
-    delays: tuple[tuple[Tensor, int], ...] = ()  # of parameters whose updates arrive late
-    weights: str = "stash"  # what dX sees of those
+    delays: Delays | None = None  # of parameters whose updates arrive late
     products: str = "off"  # or AUTO or FORCED: gradients of linear layers may be promises
     recorded: bool = True  # a class's own step(), which else is called as it is

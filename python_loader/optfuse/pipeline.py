@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from optfuse._layers.pipeline.plan import Layer, Place, Plan, Simulated, Task
-from optfuse._layers.pipeline.planning import plan
+from optfuse import _packages
 
 if TYPE_CHECKING:
-    from optfuse._layers.pipeline.runtime import Pipeline
+    from optfuse_layers.pipeline.plan import Layer, Place, Plan, Simulated, Task
+    from optfuse_layers.pipeline.planning import plan
+    from optfuse_layers.pipeline.runtime import Pipeline
+else:
+    __getattr__ = _packages.names_of(__name__)
 
 __all__ = ["Layer", "Pipeline", "Place", "Plan", "Simulated", "Task", "plan"]
 
 
-def __getattr__(name: str) -> Any:
-    """Who never uses Pipeline does without torch.distributed.pipelining, which registers
-    operators when it is imported."""
-    if name != "Pipeline":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from optfuse._layers.pipeline.runtime import Pipeline
-
-    return Pipeline
+def __dir__() -> list[str]:
+    return __all__

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse._ab.result import equal_bits
+from optfuse_tools.ab.result import equal_bits
 
 STEPS = 20
 Make = Callable[[list[nn.Parameter]], Optimizer]

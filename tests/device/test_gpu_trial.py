@@ -14,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import optfuse
-from optfuse._ab.interval import median_interval
+from optfuse_tools.ab.interval import median_interval
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ADAMW = torch.ops.aten._fused_adamw_.default

@@ -13,7 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from tree import ROOT, files
+from tree import LOADER, PACKAGES, ROOT, files
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
 LOOK = """
@@ -25,12 +25,13 @@ print(*mesonpy._get_meson_command(), mesonpy._env_ninja_command())
 """
 
 
-def test_no_folder_of_the_package_is_installed_with_its_compiled_files() -> None:
-    package = ROOT / "python_loader" / "optfuse"
-    text = (package.parent / "meson.build").read_text("utf-8")
-    listed = {Path(path) for path in re.findall(r"'([^']*__pycache__)'", text)}
-    modules = [path for path in files() if path.is_relative_to(package) and path.suffix == ".py"]
-    assert listed == {path.parent.relative_to(package) / "__pycache__" for path in modules}
+def test_no_folder_of_a_package_is_installed_with_its_compiled_files() -> None:
+    text = (LOADER / "meson.build").read_text("utf-8")
+    said = re.findall(r"'(optfuse\w*)': \[([^]]*)\]", text)
+    listed = {Path(package, f) for package, names in said for f in re.findall(r"'(.*?)'", names)}
+    folders = {path.parent for path in files() if path.suffix == ".py"}
+    within = {folder for folder in folders if set(PACKAGES) & set(folder.parents)}
+    assert listed == {folder.relative_to(LOADER) for folder in within}
 
 
 def setting(name: str) -> str:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python_loader's modules know only modules below them, and import at their top."""
+"""python_loader's modules know only modules below them, and import at their top; optfuse knows
+nothing of the packages beside it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from tree import ROOT
+from tree import PACKAGES
 
-PACKAGE = ROOT / "python_loader" / "optfuse"
+_PACKAGES = "optfuse._packages"  # which alone imports what the packages beside optfuse have
 
 #: Imports that close a circle of modules: (importer, imported), and why it has to be.
 CLOSING_CIRCLES: dict[tuple[str, str], str] = {}
@@ -21,43 +22,44 @@ _FINDS = "doctor has to run where torch or the library can't be loaded, and says
 #: Imports inside of functions: (importer, imported), and why they are there.
 INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     **{
-        ("optfuse._doctor.command", f"optfuse._doctor.{name}"): _FINDS
+        ("optfuse_tools.doctor.command", f"optfuse_tools.doctor.{name}"): _FINDS
         for name in ("assumptions", "bits", "gpus", "wide_layer")
     },
-    ("optfuse._script_ab.command", "optfuse._script_ab.work"): "arguments are looked at before "
-    "torch is imported, and the library may be missing",
+    (
+        "optfuse_tools.script_ab.command",
+        "optfuse_tools.script_ab.work",
+    ): "arguments are looked at before torch is imported, and the library may be missing",
     ("optfuse._library.loader", "torch"): "the platform is looked at before torch is imported, "
     "which would not survive a subinterpreter; and a torch that is missing gets our sentence",
-    ("optfuse._layers.pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be "
+    ("optfuse_layers.pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be "
     "installed, and takes long to import",
     **{
-        ("optfuse._script_ab.plots", f"matplotlib.{name}"): "matplotlib need not be installed"
+        ("optfuse_tools.script_ab.plots", f"matplotlib.{name}"): "matplotlib need not be installed"
         for name in ("rc_context", "figure.Figure")
     },
-    ("optfuse.pipeline", "optfuse._layers.pipeline.runtime.Pipeline"): "it needs "
-    "torch.distributed.pipelining, which registers operators when it is imported",
 }
 
 #: From the bottom to the top. None reaches one that comes later, by whatever way.
 ROOMS = (
-    "_options",
-    "_rules",
-    "_noted",
-    "_trials.rule_choice",
-    "_link",
-    "_classes",
-    "_fuse",
-    "_ab.ab",
+    "optfuse._options",
+    "optfuse._rules",
+    "optfuse._noted",
+    "optfuse._trials.rule_choice",
+    "optfuse._link",
+    "optfuse._classes",
+    "optfuse._fuse",
+    "optfuse_tools.ab.ab",
 )
 
 
-def modules(package: Path) -> dict[str, ast.Module]:
+def modules(packages: list[Path]) -> dict[str, ast.Module]:
     """By dotted names; a package has that of its __init__.py."""
     found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text("utf-8"))
+    for package in packages:
+        for path in sorted(package.rglob("*.py")):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text("utf-8"))
     return found
 
 
@@ -72,16 +74,16 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def edges(package: Path) -> dict[str, set[str]]:
-    """The modules of the package that each of them imports. A module of a sub-package brings
+def edges(packages: list[Path]) -> dict[str, set[str]]:
+    """The modules of the packages that each of them imports. A module of a sub-package brings
     that one's __init__.py along; the outermost is there anyway."""
-    known = modules(package)
+    known, outermost = modules(packages), {package.name for package in packages}
 
     def meant(name: str) -> set[str]:
         parts = name.split(".")
         heads = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         found = {head for head in heads if head in known}
-        return found - {package.name} or found
+        return found - outermost or found
 
     return {
         module: {target for name in imports(tree) for target in meant(name)} - {module}
@@ -99,26 +101,11 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same, with each sub-package of the outermost as one."""
+    """The same, with each sub-package of an outermost as one."""
 
     def of(module: str) -> str:
         return ".".join(module.split(".")[:2])
 
-    return joined(graph, of)
-
-
-def rooms_of(graph: dict[str, set[str]], folder: str) -> dict[str, set[str]]:
-    """The same for the files and folders inside of a sub-package."""
-    depth = len(folder.split(".")) + 1
-    inside = {
-        module: {target for target in targets if target.startswith(f"{folder}.")}
-        for module, targets in graph.items()
-        if module.startswith(f"{folder}.")
-    }
-    return joined(inside, lambda module: ".".join(module.split(".")[:depth]))
-
-
-def joined(graph: dict[str, set[str]], of: Callable[[str], str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {of(module): set() for module in graph}
     for module, targets in graph.items():
         found[of(module)] |= set(map(of, targets)) - {of(module)}
@@ -135,20 +122,18 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_modules_form_no_circle() -> None:
-    graph = edges(PACKAGE)
+    graph = edges(PACKAGES)
     for importer, target in CLOSING_CIRCLES:
         assert target in graph[importer], f"{importer} does not import {target}: strike it out"
         graph[importer].remove(target)
     assert not circle(graph), f"each is imported by the next one: {circle(graph)}"
     assert not circle(folders(graph)), f"of sub-packages: {circle(folders(graph))}"
-    layers = rooms_of(graph, f"{PACKAGE.name}._layers")
-    assert len(layers) > 4 and not circle(layers), f"in _layers: {circle(layers)}"
 
 
 def test_imports_stand_at_the_top() -> None:
     found = {
         (module, name)
-        for module, tree in modules(PACKAGE).items()
+        for module, tree in modules(PACKAGES).items()
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for name in imports(function)
@@ -157,11 +142,48 @@ def test_imports_stand_at_the_top() -> None:
 
 
 def test_rooms_know_only_what_is_below_them() -> None:
-    graph = edges(PACKAGE)
-    rooms = [f"{PACKAGE.name}.{room}" for room in ROOMS]
-    for i, room in enumerate(rooms):
-        above = reached(graph, room) & set(rooms[i + 1 :])
+    graph = edges(PACKAGES)
+    for i, room in enumerate(ROOMS):
+        above = reached(graph, room) & set(ROOMS[i + 1 :])
         assert not above, f"{room} reaches {sorted(above)}"
+
+
+def of_others(tree: ast.Module, package: str) -> set[str]:
+    """Modules of other packages of ours that a module of this one imports, or names in a string;
+    but for what type checkers alone read."""
+
+    class Running(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> list[ast.stmt] | ast.If:
+            self.generic_visit(node)
+            return node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+    names = {other.name for other in PACKAGES} - {package}
+    ran = Running().visit(tree)
+    strings = (n.value for n in ast.walk(ran) if isinstance(n, ast.Constant))
+    said = (text for text in strings if isinstance(text, str) and "." in text)
+    return {name for name in (*imports(ran), *said) if name.split(".")[0] in names}
+
+
+def test_packages_know_optfuse_and_it_knows_none_of_them() -> None:
+    for module, tree in modules(PACKAGES).items():
+        package = module.split(".")[0]
+        wrong = of_others(tree, package)
+        if package != "optfuse":
+            wrong = {name for name in wrong if name.split(".")[0] != "optfuse"}
+        assert module == _PACKAGES or not wrong, f"{module}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "import optfuse_tools.ab",
+        "def f():\n    from optfuse_layers import tap",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import optfuse_layers.tap",
+        "import_module('optfuse_layers.tap')",
+    ),
+)
+def test_an_import_from_a_package_beside_is_found(text: str) -> None:
+    assert of_others(ast.parse(text), "optfuse")
 
 
 UP = {
@@ -183,9 +205,9 @@ def test_an_import_upwards_is_found(text: str, tmp_path: Path) -> None:
     files = {"__init__": "from p import b", "b": "from p import a", "a": "import sys"}
     for name, content in {**files, "q/__init__": "from p import b", "q/c": ""}.items():
         (package / f"{name}.py").write_text(content)
-    assert not circle(edges(package))
+    assert not circle(edges([package]))
     (package / "a.py").write_text(text)
-    assert {"p.a", "p.b"} <= set(circle(edges(package)))
+    assert {"p.a", "p.b"} <= set(circle(edges([package])))
 
 
 def test_a_circle_of_sub_packages_is_found() -> None:

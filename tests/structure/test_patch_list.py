@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tree import ROOT, name, sources
+from tree import LOADER, ROOT, modules, name, sources
 
-PACKAGE = ROOT / "python_loader" / "optfuse"
-REPLACING = PACKAGE / "_patches/replacing.py"
+REPLACING = LOADER / "optfuse/_patches/replacing.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
 
 
@@ -64,7 +63,7 @@ def patches(source: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name)
+@pytest.mark.parametrize("path", modules(), ids=name)
 def test_python_code_replaces_nothing_past_the_list(path: Path) -> None:
     found = [] if path == REPLACING else list(patches(path.read_text("utf-8")))
     assert not found, f"{name(path)} has to call replace() of _patches/replacing.py: {found}"
@@ -109,8 +108,7 @@ def test_what_is_imported_from_private_modules_is_listed() -> None:
 
     lists = [value for value in vars(listed).values() if isinstance(value, listed.Lists)]
     known = {path for each in lists for _, _, path, _ in each.places}
-    files = sorted(PACKAGE.rglob("*.py"))
-    found = {path for file in files for path in from_private_modules(file.read_text("utf-8"))}
+    found = {path for file in modules() for path in from_private_modules(file.read_text("utf-8"))}
     assert "torch.distributed.pipelining._backward.stage_backward_input" in found
     assert found - known == set(UNLISTED)
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tree import ROOT
+from tree import LOADER, ROOT
 
 SCRIPT = Path(__file__).parent / "typed_use.py"
-PACKAGE = ROOT / "python_loader" / "optfuse"
+PACKAGE = LOADER / "optfuse"
 
 
 def public_modules() -> list[Path]:
@@ -23,9 +23,9 @@ def public_modules() -> list[Path]:
     for name in ("__init__", "optim", "pipeline"):
         found.append(PACKAGE / f"{name}.py")
         for node in ast.walk(ast.parse(found[-1].read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optfuse._"):
-                assert node.module
-                found.append(ROOT / "python_loader" / (node.module.replace(".", "/") + ".py"))
+            module = (isinstance(node, ast.ImportFrom) and node.module) or ""
+            if module.startswith(("optfuse._", "optfuse_")):
+                found.append(LOADER / f"{module.replace('.', '/')}.py")
     return sorted(set(found))
 
 
@@ -36,14 +36,14 @@ def checked(*paths: Path, cache: Path) -> list[str]:
     command += ["--python-executable", sys.executable]
     done = subprocess.run(
         [*command, *map(str, paths)],
-        cwd=ROOT / "python_loader",
+        cwd=LOADER,
         capture_output=True,
         text=True,
     )
     assert done.returncode in (0, 1) and not done.stderr, done.stdout + done.stderr
     found = [line for line in done.stdout.splitlines() if ": error:" in line]
     ours = {str(path.resolve()) for path in paths}
-    return [x for x in found if str((ROOT / "python_loader" / x.split(":")[0]).resolve()) in ours]
+    return [x for x in found if str((LOADER / x.split(":")[0]).resolve()) in ours]
 
 
 @pytest.fixture(scope="module")

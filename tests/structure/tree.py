@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+LOADER = ROOT / "python_loader"
+PACKAGES = [LOADER / name for name in ("optfuse", "optfuse_layers", "optfuse_tools")]
 CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion"]
@@ -37,6 +39,11 @@ def files() -> list[Path]:
         check=True,
     )
     return [path for line in listed.stdout.splitlines() if (path := ROOT / line).is_file()]
+
+
+def modules() -> list[Path]:
+    """Those of our packages."""
+    return sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 
 def package() -> Path:

@@ -29,6 +29,7 @@ RELEASE = ".".join(torch.__version__.split(".")[:2])
 STEM = f"liboptfuse_torch-{RELEASE}-cxx11abi1-linux_x86_64"
 #: The platform tag promises to ask for no newer one.
 GLIBC = re.compile(r"^optfuse-[\d.]+-py3-none-manylinux_(\d+)_(\d+)_x86_64\.whl$")
+PACKAGES = {"optfuse", "optfuse_layers", "optfuse_tools"}
 USUAL = {"CC": "cc", "CXX": "c++"}
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -99,17 +100,17 @@ def test_it_is_for_every_python_and_for_the_systems_that_torch_is_for(
     assert tags == [wheel.name.removesuffix(".whl").split("-", 2)[2]]
 
 
-def test_it_holds_the_package_a_shim_for_this_torch_and_the_cuda_kernels(unpacked: Path) -> None:
-    source = ROOT / "python_loader" / "optfuse"
-    package = unpacked / "optfuse"
-    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+def test_it_holds_the_packages_a_shim_for_this_torch_and_the_cuda_kernels(unpacked: Path) -> None:
+    source = ROOT / "python_loader"
+    paths = [path for package in PACKAGES for path in (source / package).rglob("*")]
+    files = {path.relative_to(source) for path in paths if path.is_file()}
     files = {path for path in files if "__pycache__" not in path.parts}
-    built = {Path(f"{STEM}.so"), Path(f"{STEM}.json")}
-    built |= {Path("liboptfuse_cuda.so")} if shutil.which("nvcc") else set()
-    held = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
-    assert held == files | built
-    assert json.loads((package / f"{STEM}.json").read_text())["torch"] == RELEASE
-    assert {path.name.split("-")[0] for path in unpacked.iterdir()} == {"optfuse"}
+    built = {Path("optfuse", f"{STEM}{ending}") for ending in (".so", ".json")}
+    built |= {Path("optfuse/liboptfuse_cuda.so")} if shutil.which("nvcc") else set()
+    held = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    assert {path for path in held if not path.parts[0].endswith(".dist-info")} == files | built
+    assert json.loads((unpacked / "optfuse" / f"{STEM}.json").read_text())["torch"] == RELEASE
+    assert {path.name.split("-")[0] for path in unpacked.iterdir()} == PACKAGES
 
 
 def test_it_asks_of_a_system_no_more_than_its_tag_and_torch(wheel: Path, unpacked: Path) -> None:

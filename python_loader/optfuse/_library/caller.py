@@ -6,14 +6,25 @@ from __future__ import annotations
 import os
 import sys
 import types
+from typing import Any
 
-_OURS = ("optfuse", "torch")
+_OURS = ("optfuse", "optfuse_layers", "optfuse_tools")
 #: Modules of torch that need all gradients after backward(), and what they do.
 _ACTS = {"torch.nn.utils.clip_grad": "clipping", "torch.amp.grad_scaler": "unscaling"}
 
 
 def _module(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__") or "")
+
+
+def is_ours(module: Any) -> bool:
+    """Whether a module of this name is one of ours."""
+    return str(module).partition(".")[0] in _OURS
+
+
+def _is_passed(frame: types.FrameType) -> bool:
+    module = _module(frame)
+    return is_ours(module) or module.partition(".")[0] == "torch"
 
 
 def _shown(path: str) -> str:
@@ -29,7 +40,7 @@ def levels_to_caller() -> int:
     of torch and optfuse."""
     frame: types.FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and _module(frame).partition(".")[0] in _OURS:
+    while frame is not None and _is_passed(frame):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -40,9 +51,8 @@ def find_caller() -> tuple[str, str]:
     act = ""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = _module(frame)
-        if module.partition(".")[0] not in _OURS:
+        if not _is_passed(frame):
             return act, f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}: "
-        act = act or _ACTS.get(module, "")
+        act = act or _ACTS.get(_module(frame), "")
         frame = frame.f_back
     return act, ""

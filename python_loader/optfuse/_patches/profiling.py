@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from optfuse._library.bindings import lib
+from optfuse._library.caller import is_ours
 from optfuse._patches.replacing import call_before
 
 try:  # the monitor notes ranges itself, since 2.13
@@ -40,7 +41,7 @@ def stranger(function: Any) -> str | None:
         if not isinstance(function, FunctionType):  # a proxy may have a function's attributes
             return f"an object of {type(function).__qualname__}"
         home = function.__globals__.get("__name__") or ""
-        if home.partition(".")[0] not in ("torch", "optfuse"):
+        if home.partition(".")[0] != "torch" and not is_ours(home):
             return f"{home}.{function.__qualname__}"
         function = getattr(function, "__wrapped__", None)
     return None
@@ -78,7 +79,7 @@ def remove_retired() -> None:
 def has_hooks_before(optimizer: Optimizer) -> bool:
     """Whether its step() calls any of others before it updates."""
     hooks = *_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()
-    return any(not str(getattr(h, "__module__", "")).startswith("optfuse.") for h in hooks)
+    return any(not is_ours(getattr(h, "__module__", "")) for h in hooks)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

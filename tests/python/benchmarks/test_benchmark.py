@@ -127,7 +127,7 @@ def test_no_share_of_a_cost_that_may_be_nothing(benchmarks):
 def test_optimizer_and_rest_make_the_iteration(benchmarks):
     from figures import lines
 
-    from optfuse._ab.result import Comparison, Row, median_interval
+    from optfuse_tools.ab.result import Comparison, Row, median_interval
 
     times = {"no optimizer": noisy(20, 0), "fused=True": noisy(30, 1)}
     times["backward fusion"] = noisy(22, 2)

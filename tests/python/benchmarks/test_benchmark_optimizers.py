@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optfuse._ab.result import Interval
 from optfuse._rules import NATIVE, RULES
+from optfuse_tools.ab.result import Interval
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

@@ -8,7 +8,7 @@ from kfac_cases import OFTEN, SELDOM, through_a_file
 from kfac_pair import FUSIONS, LAYERS, MODES, Pair, loss_of, share_of
 from ranks import STEPS, scenario_of
 
-from optfuse._layers.kfac import messages
+from optfuse_layers.kfac import messages
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)

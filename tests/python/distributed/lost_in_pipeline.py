@@ -21,8 +21,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from optfuse._layers.pipeline.transport import Transport
 from optfuse.pipeline import Pipeline, plan
+from optfuse_layers.pipeline.transport import Transport
 
 PATIENCE = 300.0  # seconds: the time-out of a process group, and how long a process lives on
 LATE = 20.0  # seconds: the time-out where a process does not come

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
-from optfuse._layers import communication
-from optfuse._layers.reorder import auto_schedule
+from optfuse_layers import communication
+from optfuse_layers.reorder import auto_schedule
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)

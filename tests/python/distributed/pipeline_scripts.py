@@ -14,10 +14,10 @@ from ranks import scenario_of
 from torch import nn
 
 import optfuse
-from optfuse._layers.pipeline import planner
-from optfuse._layers.pipeline.flow import behind
-from optfuse._layers.pipeline.plan import STRATEGIES, SYNCHRONOUS, Place, of_plan
 from optfuse.pipeline import Pipeline, plan
+from optfuse_layers.pipeline import planner
+from optfuse_layers.pipeline.flow import behind
+from optfuse_layers.pipeline.plan import STRATEGIES, SYNCHRONOUS, Place, of_plan
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)

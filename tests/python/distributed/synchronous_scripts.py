@@ -16,9 +16,9 @@ from ranks import scenario_of
 from torch import nn
 
 import optfuse
-from optfuse._layers.pipeline.forwarding import Forwarding
-from optfuse._layers.pipeline.plan import FORWARDING, SYNCHRONOUS
 from optfuse.pipeline import Pipeline, plan
+from optfuse_layers.pipeline.forwarding import Forwarding
+from optfuse_layers.pipeline.plan import FORWARDING, SYNCHRONOUS
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)

@@ -86,7 +86,7 @@ def test_every_guard_of_the_source_has_a_scenario():
             if path.suffix == ".pyc":
                 continue
             found |= set(re.findall(r"(?<!define )OF_GUARD\((\w+)\)", path.read_text()))
-    for path in (ROOT / "python_loader" / "optfuse").rglob("*.py"):
+    for path in (ROOT / "python_loader").rglob("*.py"):
         found |= set(re.findall(r'guard\("(\w+)"\)', path.read_text()))
     assert found, "no guards were found: has the source moved?"
     assert found == {*guard_scenarios.SCENARIOS, *ELSEWHERE}, "guards and scenarios differ"

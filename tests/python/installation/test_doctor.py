@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import optfuse
-from optfuse._doctor import assumptions, bits, facts, privacy, wide_layer
 from optfuse._library import started
+from optfuse_tools.doctor import assumptions, bits, facts, privacy, wide_layer
 
 PACKAGE = Path(optfuse.__file__).parent
+PACKAGES = [PACKAGE.with_name(name) for name in ("optfuse", "optfuse_layers", "optfuse_tools")]
 
 
 def doctor(*arguments, cwd="/", fresh=True, **variables):
@@ -88,8 +89,9 @@ def test_without_numpy_it_is_clean(tmp_path):
     for entry in Path(torch.__file__).parents[1].iterdir():
         if not entry.name.startswith(("numpy", "_numpy", "__pycache__")):
             (tmp_path / entry.name).symlink_to(entry)
-    if not (tmp_path / "optfuse").exists():  # it may be installed beside torch
-        (tmp_path / "optfuse").symlink_to(PACKAGE)
+    for package in PACKAGES:
+        if not (tmp_path / package.name).exists():  # it may be installed beside torch
+            (tmp_path / package.name).symlink_to(package)
     done = subprocess.run(
         [sys.executable, "-S", "-m", "optfuse", "doctor"],
         cwd="/",
@@ -184,7 +186,8 @@ def test_a_library_that_is_not_there(tmp_path):
 
 def test_a_package_without_a_library(tmp_path):
     ignore = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
-    shutil.copytree(PACKAGE, tmp_path / "optfuse", ignore=ignore)
+    for package in PACKAGES:
+        shutil.copytree(package, tmp_path / package.name, ignore=ignore)
     done = doctor(fresh=False, cwd=tmp_path, OPTFUSE_LIBRARY="", PYTHONPATH=str(tmp_path))
     (problem,) = problems(done)
     assert "has no compiled library" in problem

@@ -25,7 +25,7 @@ from kfac_cases import (
 )
 from torch import nn
 
-from optfuse._layers.kfac.factors import Factors
+from optfuse_layers.kfac.factors import Factors
 
 MODES = pytest.mark.parametrize("mode", (None, "forward"), ids=("stock", "fused"))
 OPTIONS = {

@@ -7,7 +7,7 @@ from common import refused
 from kfac_cases import conv_net, mlp, sgd
 
 import optfuse
-from optfuse._layers.kfac.inverses import Factor, inverse
+from optfuse_layers.kfac.inverses import Factor, inverse
 
 
 def packed(matrix):

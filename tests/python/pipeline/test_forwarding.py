@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The order of one process that fast-forwards: what runs when, without running anything."""
 
-from optfuse._layers.pipeline.flow import Flow
-from optfuse._layers.pipeline.forwarding import Forwarding
-from optfuse._layers.pipeline.plan import Layer, Task, placed
+from optfuse_layers.pipeline.flow import Flow
+from optfuse_layers.pipeline.forwarding import Forwarding
+from optfuse_layers.pipeline.plan import Layer, Task, placed
 
 KINDS = {"F": "forward", "X": "input_gradient", "W": "weight_gradient", "U": "update"}
 

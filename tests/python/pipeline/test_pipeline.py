@@ -13,9 +13,9 @@ from common import assert_same
 from torch import nn
 
 import optfuse
-from optfuse._layers.pipeline.plan import SYNCHRONOUS
-from optfuse._layers.pipeline.refusals import check_shared
 from optfuse.pipeline import Pipeline, plan
+from optfuse_layers.pipeline.plan import SYNCHRONOUS
+from optfuse_layers.pipeline.refusals import check_shared
 
 FREE = (0.0, 0.0)
 loss_fn = nn.functional.cross_entropy

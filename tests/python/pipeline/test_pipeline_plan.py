@@ -20,9 +20,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import optfuse
 from optfuse import pipeline
-from optfuse._layers.pipeline.costs import MULTIPLY_ADDS_A_SECOND
-from optfuse._layers.pipeline.plan import FORWARDING, KINDS, STRATEGIES, SYNCHRONOUS, placed
 from optfuse.pipeline import Layer, Plan, Task
+from optfuse_layers.pipeline.costs import MULTIPLY_ADDS_A_SECOND
+from optfuse_layers.pipeline.plan import FORWARDING, KINDS, STRATEGIES, SYNCHRONOUS, placed
 
 ROOT = Path(__file__).parents[3]
 FREE = (0.0, 0.0)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
-from optfuse._layers.reorder import auto_schedule
+from optfuse_layers.reorder import auto_schedule
 
 SLOW = (0.0, 1e-6)  # a megabyte takes a second
 FREE = (0.0, 0.0)

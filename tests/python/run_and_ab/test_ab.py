@@ -12,8 +12,8 @@ from torch import nn
 
 import optfuse
 from optfuse import _fuse
-from optfuse._ab.result import median_interval
-from optfuse._ab.variants import VARIANTS
+from optfuse_tools.ab.result import median_interval
+from optfuse_tools.ab.variants import VARIANTS
 
 STOCK = ("default", "foreach=True", "fused=True")
 OURS = ("backward fusion", "forward fusion")

@@ -15,11 +15,11 @@ from test_ab import build, compare
 from torch import nn
 
 import optfuse
-from optfuse._ab import page_faults, progress
-from optfuse._ab.interval import Interval, median_interval
-from optfuse._ab.result import Comparison, Row, in_page_faults, undecided
-from optfuse._ab.variants import VARIANTS
-from optfuse._ab.verdict import on_speed
+from optfuse_tools.ab import page_faults, progress
+from optfuse_tools.ab.interval import Interval, median_interval
+from optfuse_tools.ab.result import Comparison, Row, in_page_faults, undecided
+from optfuse_tools.ab.variants import VARIANTS
+from optfuse_tools.ab.verdict import on_speed
 
 TWO = {name: VARIANTS[name] for name in ("no optimizer", "default")}
 

@@ -17,9 +17,9 @@ import torch
 from html_pages import Page, has_matplotlib
 from torch import nn
 
-from optfuse._script_ab import child, probe
-from optfuse._script_ab.looks import first_difference
-from optfuse._script_ab.work import keep
+from optfuse_tools.script_ab import child, probe
+from optfuse_tools.script_ab.looks import first_difference
+from optfuse_tools.script_ab.work import keep
 
 HERE = Path(__file__).parent
 rare = pytest.mark.full  # each starts some eight processes, for little more than others check
@@ -180,13 +180,13 @@ def test_the_seed_is_that_of_the_command():
     folder = HERE / "ab_scripts"
     found = {}
     for seed in (0, 1):
-        settings = {"session": "optfuse._script_ab.probe", "alone": True, "seed": seed}
+        settings = {"session": "optfuse_tools.script_ab.probe", "alone": True, "seed": seed}
         found[seed] = drawn(folder, settings), drawn(folder, settings)
     assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
 
 
 def drawn(folder, settings):
-    from optfuse._run.command import HOME, environment_for
+    from optfuse_tools.run.command import HOME, environment_for
 
     settings = {**settings, "home": HOME, "prefix": sys.prefix, "process": None, "said": 0}
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1))"
@@ -391,7 +391,7 @@ def test_a_digest_sees_every_bit_and_layout_is_no_value():
 
 def test_the_peak_is_that_of_this_program():
     """And not that of the process that started it, which getrusage() has."""
-    code = "from optfuse._script_ab import probe; print(probe.peak_rss_mb())"
+    code = "from optfuse_tools.script_ab import probe; print(probe.peak_rss_mb())"
     held = torch.ones(200 * 2**20)  # 800 MB
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and float(done.stdout) < 0.5 * probe.peak_rss_mb(), done.stdout

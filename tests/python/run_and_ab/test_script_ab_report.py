@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from html_pages import Page, has_matplotlib
 
-from optfuse._script_ab.page import page
-from optfuse._script_ab.plots import _colored
-from optfuse._script_ab.result import Comparison, Row, judge, scatter
+from optfuse_tools.script_ab.page import page
+from optfuse_tools.script_ab.plots import _colored
+from optfuse_tools.script_ab.result import Comparison, Row, judge, scatter
 
 SETTINGS = {"rounds": 5, "warm_up": 2, "timed_steps": 10, "seed": 0}
 

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: BSD-3-Clause
-"""Beside the optimizer: layers whose weight gradients are tasks of their own."""
