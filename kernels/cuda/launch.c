@@ -68,7 +68,7 @@ static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, siz
 }
 
 /* A thread takes one vector of each array. Of dtypes other than float32 it takes two if that
- * leaves blocks enough for the whole chip. Measured on an H200 (docs/performance.md). */
+ * leaves blocks enough for the whole chip, as measured on an H200. */
 static uint32_t chunk_of(const call *c) {
     const size_t size = of_dtype_size(c->update->dtype);
     const size_t wide = size < sizeof(float) ? sizeof(float) : size;

@@ -3,6 +3,7 @@
 and computations from times find the effects that were planted in them."""
 
 import ctypes
+import json
 import os
 import sys
 from collections import Counter
@@ -230,15 +231,13 @@ def test_host_work_is_that_above_no_optimizer(benchmarks):
     assert (stock.launches, forward.launches) == (0, 3)
 
 
-def test_budgets_are_those_of_the_documentation(benchmarks):
+def test_the_stored_counts_are_within_todays_budgets(benchmarks):
     import launch
 
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
-    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    written = {row[1]: row[4] for row in rows if len(row) > 5}
+    stored = json.loads((ROOT / "benchmarks" / "results" / "launch-adamw.json").read_text("utf-8"))
+    shares = {count["what"]: count["share"] for count in stored["counts"]}
     for part in launch.PARTS:
-        if part.budget is not None:
-            assert written.get(part.what) == launch.percent(part.budget), part.what
+        assert part.budget is None or shares[part.what] <= part.budget, part.what
 
 
 def test_what_cant_be_written_is_printed(benchmarks, capsys):
