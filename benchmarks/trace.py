@@ -116,24 +116,38 @@ class Picture:
         place = f'x="{min(x, WIDTH - 6 * len(words)):.1f}" y="{y:.0f}" fill="{fill}"{rest}'
         self.lines.append(f"<text {place}>{escape(words)}</text>")
 
-    def bar(self, r: Range, origin: float, y: int, kind: str, words: str, faint: bool) -> None:
-        x, width = LEFT + (r.start - origin) * self.scale, (r.end - r.start) * self.scale
-        opacity = ' fill-opacity="0.45"' if faint else ""
+    def span(self, r: Range, origin: float) -> tuple[float, float]:
+        """Where its bar begins, and its width."""
+        return LEFT + (r.start - origin) * self.scale, (r.end - r.start) * self.scale
+
+    def bar(self, r: Range, origin: float, y: int, kind: str, words: str) -> None:
+        x, width = self.span(r, origin)
         self.lines.append(
             f'<rect x="{x:.1f}" y="{y}" width="{max(width, 1):.1f}" height="{BAR}" rx="2" '
-            f'fill="{COLOURS[kind]}"{opacity}><title>{escape(r.name)}, {r.end - r.start:.0f} us'
+            f'fill="{COLOURS[kind]}"><title>{escape(r.name)}, {r.end - r.start:.0f} us'
             "</title></rect>"
         )
+        self.label(r, origin, y, words, "#1b1b1b" if kind == "update" else "#ffffff")
+
+    def label(self, r: Range, origin: float, y: int, words: str, fill: str) -> None:
+        """Writes it into the bar, if it fits."""
+        x, width = self.span(r, origin)
         if width > 6.2 * len(words):
-            fill = "#1b1b1b" if faint or kind == "update" else "#ffffff"
             self.text(x + width / 2, y + 15, words, fill, ' text-anchor="middle"')
+
+    def operators(self, found: list[Range], origin: float, y: int, kind: str) -> None:
+        spans = [self.span(r, origin) for r in found]
+        bars = "".join(f"M{x:.1f} {y}v{BAR}h{max(width, 1):.1f}v-{BAR}z" for x, width in spans)
+        self.lines.append(f'<path fill="{COLOURS[kind]}" opacity="0.45" d="{bars}"/>')
+        for r in found:
+            self.label(r, origin, y, operator(r.name), "#1b1b1b")
 
     def labels(self, updates: list[Range], origin: float, y: int) -> None:
         """Writes the labels of updates below them; at another height where they would meet."""
         free = [0.0] * 4
         for r in updates:
-            x, words = LEFT + (r.start - origin) * self.scale, str(update_of(r.name))
-            if not THIN < (r.end - r.start) * self.scale < 6.2 * len(words):
+            (x, width), words = self.span(r, origin), str(update_of(r.name))
+            if not THIN < width < 6.2 * len(words):
                 continue  # its name is in the bar, or only in its tooltip
             row = next((i for i, end in enumerate(free) if end <= x), len(free) - 1)
             free[row] = x + 6 * len(words) + 6
@@ -148,11 +162,11 @@ class Picture:
         for phase in ("forward", "backward", "step"):
             r = next(r for r in ranges if r.name.removeprefix("Optimizer.").startswith(phase))
             words = "step()" if phase == "step" else phase
-            self.bar(r, whole.start, y, phase, words, False)
-            for o in outermost([o for o in ranges if o not in updates], r):
-                self.bar(o, whole.start, y + LANE, phase, operator(o.name), True)
+            self.bar(r, whole.start, y, phase, words)
+            found = list(outermost([o for o in ranges if o not in updates], r))
+            self.operators(found, whole.start, y + LANE, phase)
         for u in updates:
-            self.bar(u, whole.start, y + 2 * LANE, "update", str(update_of(u.name)), False)
+            self.bar(u, whole.start, y + 2 * LANE, "update", str(update_of(u.name)))
         self.labels(updates, whole.start, y + 2 * LANE + BAR)
 
     def svg(self, height: int) -> str:
