@@ -10,7 +10,7 @@ import threading
 import torch
 import torch.distributed as dist
 from common import assert_same, snapshot
-from ddp_scripts import loss_of
+from ddp_models import loss_of
 from torch import nn
 
 import optfuse

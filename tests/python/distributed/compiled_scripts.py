@@ -7,9 +7,8 @@ import functools
 
 import torch
 import torch.distributed as dist
-from await_network import later
 from common import Stock, adamw, everything, run, same_as
-from ddp_scripts import SMALL, Net, ddp_of, train
+from ddp_models import BUCKETS, Net, fused, train
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -22,12 +21,12 @@ COUNTED = ("stats", "frames", "graph_break", "unimplemented", "recompiles")
 
 def compiled_ddp(model, backend):
     """Dynamo cuts the graph where a bucket ends."""
-    wrapped = DDP(model, bucket_cap_mb=SMALL)
+    wrapped = DDP(model, **BUCKETS)
     return wrapped, torch.compile(wrapped, backend=backend)
 
 
 def ddp_of_compiled(model, backend):
-    wrapped = DDP(torch.compile(model, backend=backend), bucket_cap_mb=SMALL)
+    wrapped = DDP(torch.compile(model, backend=backend), **BUCKETS)
     return wrapped, wrapped
 
 
@@ -44,16 +43,13 @@ def small_buckets():
 def compiled(way, backend):
     """In both modes. Compiling takes long: stock is run once for both."""
 
-    def script(wrap, late=False, backend=backend):
+    def script(wrap, fusion="forward", backend=backend):
+        wrap.way = fusion
         torch.compiler.reset()
         counters.clear()
         model = Net()
         wrapped, called = way(model, backend)
-        optimizer = adamw(model.parameters())
-        if late:
-            later(wrap, wrapped, optimizer)
-        else:
-            wrap(optimizer, **ddp_of(wrap, wrapped))
+        optimizer = fused(wrap, wrapped, adamw(model.parameters()))
         for i in range(STEPS):
             yield "loss", train(called, optimizer, i)
         counts = {name: dict(counters[name]) for name in COUNTED}
@@ -67,9 +63,9 @@ def compiled(way, backend):
             run(functools.partial(script, backend="eager"), Stock())
             LOOKED_AT.add(way)
         stock = run(script, Stock())
-        for mode in ("forward", "backward"):
-            same_as(stock, script, mode)
-        same_as(stock, functools.partial(script, late=True), "forward")
+        for fusion in ("forward", "backward", "awaited"):
+            mode = "backward" if fusion == "backward" else "forward"
+            same_as(stock, functools.partial(script, fusion=fusion), mode)
 
 
 SCENARIOS = {

@@ -15,8 +15,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
-from await_network import Network, over
 from common import adamw, loss_of, net
+from ddp_models import Network, over
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse

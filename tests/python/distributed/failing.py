@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs of two ranks in which rank 1 goes wrong. A forked child plays each; what stopped it is
-written down.
+"""Jobs of two ranks in which rank 1 goes wrong, and what stopped each (apart.py)."""
 
-python failing.py FOLDER RANK NAME ..."""
-
-import datetime
 import itertools
-import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import apart
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from common import adamw, loss_of, net, refused
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import optfuse
 
 TIMEOUT = 20.0  # seconds of the process group
-PATIENCE = 300.0  # seconds that a rank stays
 BROKEN = 3  # the step in which rank 1 goes wrong
 SMALL = 0.0002  # MiB a bucket
 
@@ -117,57 +113,35 @@ def fail_at(last):
     return hook
 
 
+class Case(NamedTuple):
+    job: Callable
+    mode: str
+    world: int = 2
+
+
 CASES = {
-    "fuse() refuses, forward": (refused_by_fuse, "forward"),
-    "step() raises, forward": (raises_in_step, "forward"),
-    "fuse() refuses, the rank stays": (refused_by_fuse, "forward"),
-    "fuse() refuses, backward": (refused_by_fuse, "backward"),
-    "step() raises, backward": (raises_in_step, "backward"),
-    "backward raises, backward": (raises_in_backward, "backward"),
-    "fuse() refuses, first_use": (refused_by_fuse, "first_use"),
-    "step() raises, first_use": (raises_in_step, "first_use"),
-    "backward raises, first_use": (loses_its_partner, "first_use"),
-    "fuse() refuses, the rank stays, first_use": (refused_by_fuse, "first_use"),
+    "fuse() refuses, forward": Case(refused_by_fuse, "forward"),
+    "step() raises, forward": Case(raises_in_step, "forward"),
+    "fuse() refuses, the rank stays": Case(refused_by_fuse, "forward"),
+    "fuse() refuses, backward": Case(refused_by_fuse, "backward"),
+    "step() raises, backward": Case(raises_in_step, "backward"),
+    "backward raises, backward": Case(raises_in_backward, "backward"),
+    "fuse() refuses, first_use": Case(refused_by_fuse, "first_use"),
+    "step() raises, first_use": Case(raises_in_step, "first_use"),
+    "backward raises, first_use": Case(loses_its_partner, "first_use"),
+    "fuse() refuses, the rank stays, first_use": Case(refused_by_fuse, "first_use"),
 }
 
 
-def play(folder, rank, name):
-    job, mode = CASES[name]
-    store = dist.FileStore(f"{folder}/store-{list(CASES).index(name)}", 2)
-    timeout = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-    began, error = time.monotonic(), None
-    try:
-        job(rank, mode)
-    except Exception as raised:
-        error = [type(raised).__module__, type(raised).__name__, str(raised)]
+def play(name, case, here):
+    here.begin(TIMEOUT)
+    began = time.monotonic()
+    error = apart.attempt(lambda: case.job(here.rank, case.mode))
     told = {"error": error, "seconds": time.monotonic() - began}
-    if "stays" in name and rank == 1:  # rank 0 waits, but not for ever
-        wait_for(place(folder, 0, name))
-    place(folder, rank, name).write_text(json.dumps(told), "utf-8")
-    os._exit(error is not None)
-
-
-def place(folder, rank, name):
-    return Path(f"{folder}/{rank}-{name}")
-
-
-def wait_for(path):
-    ends = time.monotonic() + PATIENCE
-    while not path.exists() and time.monotonic() < ends:
-        time.sleep(0.02)
-
-
-def main(folder, rank, names):
-    torch.set_num_threads(1)
-    for name in names:
-        if os.fork() == 0:
-            play(folder, rank, name)
-        _, status = os.wait()
-        if os.WIFSIGNALED(status):
-            told = {"error": ["", "signal", str(os.WTERMSIG(status))], "seconds": 0.0}
-            place(folder, rank, name).write_text(json.dumps(told), "utf-8")
+    if "stays" in name and here.rank == 1:  # rank 0 waits, but not for ever
+        here.wait_for_others()
+    here.write(told)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    apart.main(CASES, play)

@@ -6,7 +6,9 @@ import io
 
 import torch
 import torch.distributed as dist
+from common import adamw
 from ranks import STEPS
+from scripts import told
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -78,10 +80,21 @@ def train(model, optimizer, i, set_to_none=True, **options):
     return loss
 
 
-def training(model, optimizer):
-    for i in range(STEPS):
-        yield "loss", train(model, optimizer, i)
+def start(wrap, model=None, make=adamw, **options):
+    """A model that is sharded with these options, and its optimizer."""
+    model = shard(model or Net(), **options)
+    return model, wrap(make(model.parameters()))
+
+
+def trained(model, optimizer, iteration, steps=STEPS):
+    """iteration: returns a loss, or yields what is to be compared."""
+    for i in range(steps):
+        yield from told("iteration", iteration(model, optimizer, i))
     yield from everything(model, optimizer)
+
+
+def training(model, optimizer):
+    return trained(model, optimizer, train)
 
 
 def looks_between_steps(model, optimizer, gradients):
@@ -107,6 +120,18 @@ def looks_between_steps(model, optimizer, gradients):
         ("raw state", lambda: [optimizer.state[p]["exp_avg_sq"]._local_tensor for p in parameters]),
         ("bytes", lambda: [bytes_of(p) for p in parameters]),
     ]
+
+
+def looking(wrap, model, optimizer, train, shown=None):
+    """Trains and looks in each of these ways, twice. shown: holds the parameters that are looked
+    at."""
+    gradients = wrap.way == "forward"
+    for i in range(2 * 15):
+        train(i)
+        name, look = looks_between_steps(shown or model, optimizer, gradients)[i % 15]
+        wrap.pending()
+        yield name, look()
+    yield from everything(model, optimizer)
 
 
 def bytes_of(param):

@@ -7,8 +7,8 @@ import functools
 import torch
 import torch.distributed as dist
 from common import adamw, refused, same, sgd
-from fsdp_models import Net, everything, local, loss_of, shard, train
-from ranks import scenario_of
+from fsdp_models import Net, everything, local, loss_of, shard, start, train, trained
+from ranks import differs, scenario_of, script_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -17,6 +17,14 @@ from optfuse._dtensor import fsdp
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
+script = functools.partial(script_of, SCENARIOS)
+
+
+def begun(mode):
+    """FSDP2 exchanges the local tensors in the first forward pass."""
+    model, optimizer = start(functools.partial(optfuse.fuse, mode=mode))
+    train(model, optimizer, 0)
+    return model, optimizer
 
 
 def is_consumed(grad):
@@ -26,9 +34,7 @@ def is_consumed(grad):
 @scenario("backward")
 def gradients_die_in_backward(mode):
     """Each group's, after its reduction; reading one raises on every rank."""
-    model = shard(Net())
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
-    train(model, optimizer, 0)  # FSDP2 exchanges the local tensors in the first forward pass
+    model, optimizer = begun(mode)
     parameters = list(model.parameters())
     for i in range(1, 4):
         optimizer.zero_grad()
@@ -51,35 +57,34 @@ def gradients_die_in_backward(mode):
     refused(optimizer.step, "already been applied", way_out="zero_grad()")
 
 
-@scenario("backward")
-def gradients_that_others_have_are_left_to_step(mode):
-    """A hook keeps one of them, and changes it between backward() and step()."""
+def writing(held):
+    """An iteration that writes to tensors between backward() and step(). held(): these."""
 
-    def script(wrap):
-        model = shard(Net())
-        held = []
-        for p in (model.head.weight, model.blocks[1].up.weight):
-            p.register_post_accumulate_grad_hook(lambda p: held.append(p.grad))
-        alias = model.blocks[2].up.bias
-        alias.register_post_accumulate_grad_hook(lambda p: held.append(p.grad._local_tensor[:1]))
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(6):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            for grad in held:
-                grad.mul_(-3.0)
-            held.clear()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        for tensor in held():
+            tensor.mul_(-3.0)
+        optimizer.step()
 
-    same(script, mode)
+    return iteration
+
+
+@script("backward")
+def gradients_that_others_have_are_left_to_step(wrap):
+    """A hook keeps one of them."""
+    model, held = shard(Net()), {}
+    for p in (model.head.weight, model.blocks[1].up.weight):
+        p.register_post_accumulate_grad_hook(lambda p: held.update({p: p.grad}))
+    alias = model.blocks[2].up.bias
+    alias.register_post_accumulate_grad_hook(lambda p: held.update({p: p.grad._local_tensor[:1]}))
+    written = writing(lambda: [held.popitem()[1] for _ in range(len(held))])
+    return trained(model, wrap(adamw(model.parameters())), written, 6)
 
 
 @scenario("backward", dropped={"set_to_none": True}, zeroed={"set_to_none": False})
 def discarded_gradients_are_refused(mode, set_to_none):
-    model = shard(Net())
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
-    train(model, optimizer, 0)
+    model, optimizer = begun(mode)
     optimizer.zero_grad()
     loss_of(model, 1).backward()
     refused(lambda: optimizer.zero_grad(set_to_none), "zero_grad() before step()")
@@ -87,30 +92,26 @@ def discarded_gradients_are_refused(mode, set_to_none):
     refused(optimizer.step, "discarded, zeroed or replaced")
 
 
-@scenario("backward", model={"of_model": True}, optimizer={"of_model": False})
-def gradients_that_are_zeroed_in_place(mode, of_model):
+@script("backward", model={"of_model": True}, optimizer={"of_model": False})
+def gradients_that_are_zeroed_in_place(wrap, of_model):
     """After step(), by either zero_grad(); the next backward adds to these very tensors."""
-
-    def script(wrap):
-        model = shard(Net())
-        parameters = list(model.parameters())
-        optimizer = wrap(adamw(parameters))
-        for i in range(6):
-            loss_of(model, i).backward()
-            if wrap.fused and i > 0:
-                assert all(is_consumed(p.grad) for p in parameters), "not updated in backward"
-            optimizer.step()
-            grads = [p.grad for p in parameters]
-            (model if of_model else optimizer).zero_grad(set_to_none=False)
-            yield "kept", [p.grad is grad for p, grad in zip(parameters, grads, strict=True)]
-            del grads
-            yield "gradients", local([p.grad for p in parameters])
-            yield "raw gradients", [p.grad._local_tensor for p in parameters]
-            yield "sum", sum(p.grad.sum().full_tensor() for p in parameters)
-        optimizer.step()  # with gradients of zeros
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+    model = shard(Net())
+    parameters = list(model.parameters())
+    optimizer = wrap(adamw(parameters))
+    for i in range(6):
+        loss_of(model, i).backward()
+        if wrap.fused and i > 0:
+            assert all(is_consumed(p.grad) for p in parameters), "not updated in backward"
+        optimizer.step()
+        grads = [p.grad for p in parameters]
+        (model if of_model else optimizer).zero_grad(set_to_none=False)
+        yield "kept", [p.grad is grad for p, grad in zip(parameters, grads, strict=True)]
+        del grads
+        yield "gradients", local([p.grad for p in parameters])
+        yield "raw gradients", [p.grad._local_tensor for p in parameters]
+        yield "sum", sum(p.grad.sum().full_tensor() for p in parameters)
+    optimizer.step()  # with gradients of zeros
+    yield from everything(model, optimizer)
 
 
 class Buffers:
@@ -139,33 +140,19 @@ def reduce_into(module, kind):
     return buffers.of
 
 
-@scenario("backward", **{kind: {"kind": kind} for kind in ("whole", "part", "hook")})
-def reductions_that_others_write_to_are_left_to_step(mode, kind):
-    """A custom reduction has a buffer of its own, or a hook keeps the output; both write to it
-    between backward() and step()."""
-
-    def script(wrap):
-        model = shard(Net())
-        outputs = [reduce_into(module, kind) for module in (model, *model.blocks)]
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(6):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            for output in outputs:
-                for tensor in output.values():
-                    tensor.mul_(-3.0)
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+@script("backward", **{kind: {"kind": kind} for kind in ("whole", "part", "hook")})
+def reductions_that_others_write_to_are_left_to_step(wrap, kind):
+    """A custom reduction has a buffer of its own, or a hook keeps the output."""
+    model = shard(Net())
+    outputs = [reduce_into(module, kind) for module in (model, *model.blocks)]
+    written = writing(lambda: [t for output in outputs for t in output.values()])
+    return trained(model, wrap(adamw(model.parameters())), written, 6)
 
 
 @scenario("backward")
 def a_second_backward_is_refused(mode):
     """On each rank, before it communicates any more."""
-    model = shard(Net())
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
-    train(model, optimizer, 0)
+    model, optimizer = begun(mode)
     optimizer.zero_grad()
     loss_of(model, 1).backward()
     refused(lambda: loss_of(model, 2).backward())
@@ -208,19 +195,11 @@ def updates_before_the_reduction_are_seen(mode):
         model(torch.randn(3, 4, generator=generator)).square().sum().backward()
         if wrap.fused:
             owner.post_backward = stock
-        yield "parameters", model.weight.full_tensor() if wrap.fused else stepped(model, optimizer)
+        else:
+            optimizer.step()
+        yield "parameters", model.weight.full_tensor()
 
-    try:
-        same(script, mode)
-    except AssertionError as error:
-        assert "differ from stock" in str(error), error
-    else:
-        raise RuntimeError("updates with gradients that are not reduced had stock's bits")
-
-
-def stepped(model, optimizer):
-    optimizer.step()
-    return model.weight.full_tensor()
+    differs(lambda: same(script, mode))
 
 
 def launched_by_unsharding(module, optimizer):

@@ -8,26 +8,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import adamw, same
+from common import adamw
 from fsdp_models import (
     Net,
     everything,
     local,
-    looks_between_steps,
+    looking,
     loss_of,
     shard,
+    start,
     train,
+    trained,
     training,
 )
-from ranks import STEPS, scenario_of
-from style_classes import (
-    AdaBelief,
-    ByShape,
-    Replaces,
-    TensorCounter,
-    TrustRatio,
-    WritesGradient,
-)
+from ranks import STEPS, script_of
+from style_classes import AdaBelief, ByShape, Replaces, TensorCounter, TrustRatio, WritesGradient
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -41,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import optfuse
 
 SCENARIOS = {}
-scenario = functools.partial(scenario_of, SCENARIOS)
+script = functools.partial(script_of, SCENARIOS)
 
 OPTIONS = {
     "plain": {},
@@ -54,183 +49,140 @@ OPTIONS = {
     "reduced in bf16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
-OPTIONS = {name: {"options": o} for name, o in OPTIONS.items()}
 
 
-@scenario("forward", "backward", **OPTIONS)
-def option(mode, options):
-    def script(wrap):
-        model = shard(Net(), **options)
-        optimizer = wrap(adamw(model.parameters()))
-        yield from training(model, optimizer)
-
-    same(script, mode)
+@script("forward", "backward", **OPTIONS)
+def option(wrap, **options):
+    return training(*start(wrap, **options))
 
 
-CLASSES = (AdaBelief, TensorCounter, Replaces, ByShape, WritesGradient)
+CLASSES = (AdaBelief, TensorCounter, Replaces, ByShape, WritesGradient, TrustRatio)
+CLASSES = {cls.__name__: {"cls": cls} for cls in CLASSES}
 
 
-@scenario("forward", "backward", **{cls.__name__: {"cls": cls} for cls in (*CLASSES, TrustRatio)})
-def recorded(mode, cls):
+@script("forward", "backward", prove=False, recorded=True, **CLASSES)
+def recorded(wrap, cls):
     """DTensor answers the operators, and they are on no line: all of it is stock's."""
-
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(cls(model.parameters()))
-        yield from training(model, optimizer)
-
-    same(script, mode, prove=False, recorded=True)
+    return training(*start(wrap, make=cls))
 
 
-@scenario("forward", "backward")
-def resharded_to_fewer(mode):
+@script("forward", "backward")
+def resharded_to_fewer(wrap):
     """After the forward pass each two processes keep a whole parameter."""
-
-    def script(wrap):
-        world = dist.get_world_size()
-        model = shard(Net(), reshard_after_forward=2 if world == 4 else world)
-        optimizer = wrap(adamw(model.parameters()))
-        yield from training(model, optimizer)
-
-    same(script, mode)
+    world = dist.get_world_size()
+    return training(*start(wrap, reshard_after_forward=2 if world == 4 else world))
 
 
-@scenario("forward", "backward")
-def prefetched(mode):
-    def script(wrap):
-        model = shard(Net())
-        first, second, third = model.blocks
-        first.set_modules_to_forward_prefetch([second, third])
-        third.set_modules_to_backward_prefetch([second, first])
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            model.unshard(async_op=True)
-            yield "loss", train(model, optimizer, i)
-        yield from everything(model, optimizer)
+@script("forward", "backward")
+def prefetched(wrap):
+    model, optimizer = start(wrap)
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
 
-    same(script, mode)
+    def iteration(model, optimizer, i):
+        model.unshard(async_op=True)
+        return train(model, optimizer, i)
+
+    return trained(model, optimizer, iteration)
 
 
-@scenario("forward", "backward", resharded={"kept": False}, kept={"kept": True})
-def accumulated_before_reduction(mode, kept):
+@script("forward", "backward", resharded={"kept": False}, kept={"kept": True})
+def accumulated_before_reduction(wrap, kept):
     """Three passes a step, of which the last one reduces."""
 
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS // 3):
-            optimizer.zero_grad()
-            for part in range(3):
-                model.set_requires_gradient_sync(part == 2)
-                model.set_reshard_after_backward(part == 2 or not kept)
-                loss_of(model, 3 * i + part).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            model.set_reshard_after_backward(part == 2 or not kept)
+            loss_of(model, 3 * i + part).backward()
+        optimizer.step()
 
-    same(script, mode)
+    return trained(*start(wrap), iteration, STEPS // 3)
 
 
-@scenario("forward", "backward")
-def accumulated_after_reduction(mode):
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(
-            adamw(model.parameters()), **({"accumulate": 2} if mode == "backward" else {})
-        )
-        for i in range(STEPS // 2):
-            optimizer.zero_grad()
-            loss_of(model, 2 * i).backward()
-            yield "gradients", local([p.grad for p in model.parameters()])
-            loss_of(model, 2 * i + 1).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+@script("forward", "backward")
+def accumulated_after_reduction(wrap):
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, 2 * i).backward()
+        yield "gradients", local([p.grad for p in model.parameters()])
+        loss_of(model, 2 * i + 1).backward()
+        optimizer.step()
 
-    same(script, mode)
+    model = shard(Net())
+    options = {"accumulate": 2} if wrap.way == "backward" else {}
+    return trained(model, wrap(adamw(model.parameters()), **options), iteration, STEPS // 2)
 
 
-@scenario("forward", "backward")
-def hybrid(mode):
+@script("forward", "backward")
+def hybrid(wrap):
     """Sharded among the first and among the last half of the processes, and replicated."""
+    world = dist.get_world_size()
+    shape = (2, world // 2) if world % 2 == 0 else (1, world)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
-    def script(wrap):
-        world = dist.get_world_size()
-        shape = (2, world // 2) if world % 2 == 0 else (1, world)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        model = shard(Net(), mesh=mesh)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS // 2):
-            optimizer.zero_grad()
-            for part in range(2):
-                model.set_requires_all_reduce(part == 1)
-                loss_of(model, 2 * i + part).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        for part in range(2):
+            model.set_requires_all_reduce(part == 1)
+            loss_of(model, 2 * i + part).backward()
+        optimizer.step()
 
-    same(script, mode)
+    return trained(*start(wrap, mesh=mesh), iteration, STEPS // 2)
 
 
-@scenario("forward", "backward")
-def placed(mode):
+@script("forward", "backward")
+def placed(wrap):
     """Some parameters are sharded by columns."""
 
     def place(param):
         even = param.dim() == 2 and param.shape[1] % dist.get_world_size() == 0
         return Shard(1) if even else Shard(0)
 
-    def script(wrap):
-        model = shard(Net(width=12), shard_placement_fn=place)
-        optimizer = wrap(adamw(model.parameters()))
-        yield from training(model, optimizer)
-        assert any(p.placements == (Shard(1),) for p in model.parameters())
-
-    same(script, mode)
+    model, optimizer = start(wrap, Net(width=12), shard_placement_fn=place)
+    assert any(p.placements == (Shard(1),) for p in model.parameters())
+    return training(model, optimizer)
 
 
-@scenario("forward", "backward")
-def ignored_and_frozen(mode):
+@script("forward", "backward")
+def ignored_and_frozen(wrap):
     """Parameters that are not sharded, have no gradient, or belong to another optimizer."""
-
-    def script(wrap):
-        model = Net()
-        model.blocks[1].up.requires_grad_(False)
-        ignored = {model.head.bias, model.blocks[0].norm.weight}
-        model = shard(model, ignored_params=ignored)
-        plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
-        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-        assert set(plain) == ignored
-        optimizers = [
-            wrap(adamw([{"params": plain}, {"params": sharded[::2], "lr": 1e-3}])),
-            wrap(adamw(sharded[1::4])),
-            adamw(sharded[3::4]),
-        ]
-        for i in range(STEPS):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss_of(model, i).backward()
-            for p in plain if mode == "forward" else ():  # nobody else reduces these
-                dist.all_reduce(p.grad)
-            for optimizer in optimizers:
-                optimizer.step()
-        yield "parameters", local(dict(model.state_dict()))
-        yield "states", local([optimizer.state_dict() for optimizer in optimizers])
-
-    same(script, mode)
+    model = Net()
+    model.blocks[1].up.requires_grad_(False)
+    ignored = {model.head.bias, model.blocks[0].norm.weight}
+    model = shard(model, ignored_params=ignored)
+    plain = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    assert set(plain) == ignored
+    optimizers = [
+        wrap(adamw([{"params": plain}, {"params": sharded[::2], "lr": 1e-3}])),
+        wrap(adamw(sharded[1::4])),
+        adamw(sharded[3::4]),
+    ]
+    for i in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, i).backward()
+        for p in plain if wrap.way == "forward" else ():  # nobody else reduces these
+            dist.all_reduce(p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    yield "parameters", local(dict(model.state_dict()))
+    yield "states", local([optimizer.state_dict() for optimizer in optimizers])
 
 
-@scenario("forward", "backward")
-def unused(mode):
+@script("forward", "backward")
+def unused(wrap):
     """In some iterations some parameters have no gradient, or a gradient of zeros."""
 
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            if i == STEPS // 2 and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-                model.set_reduce_scatter_unused_params(True)
-            yield "loss", train(model, optimizer, i, skip=(1,) if i % 3 else ())
-        yield from everything(model, optimizer)
+    def iteration(model, optimizer, i):
+        if i == STEPS // 2 and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            model.set_reduce_scatter_unused_params(True)
+        return train(model, optimizer, i, skip=(1,) if i % 3 else ())
 
-    same(script, mode)
+    return trained(*start(wrap), iteration)
 
 
 class Late:
@@ -246,8 +198,8 @@ class Late:
             gradient.copy_(torch.tensor(self.numbers).reshape(gradient.shape))
 
 
-@scenario("forward", "backward")
-def copied_late(mode):
+@script("forward", "backward")
+def copied_late(wrap):
     """As torch 2.11 and 2.12 copy from a GPU into pinned memory."""
     reduce = _fsdp_param_group.foreach_reduce
 
@@ -257,14 +209,10 @@ def copied_late(mode):
             unit.grad_offload_event = Late(unit.sharded_param.grad._local_tensor)
         return done
 
-    def script(wrap):
-        model = shard(Net(), **OPTIONS["offloaded"]["options"])
-        optimizer = wrap(adamw(model.parameters()))
-        yield from training(model, optimizer)
-        assert mode == "forward" or not wrap.fused or optfuse.summary(optimizer).at_close
-
     with mock.patch.object(_fsdp_param_group, "foreach_reduce", reduce_and_copy):
-        same(script, mode)
+        model, optimizer = start(wrap, **OPTIONS["offloaded"])
+        yield from training(model, optimizer)
+        assert wrap.way == "forward" or not wrap.fused or optfuse.summary(optimizer).at_close
 
 
 class Gather:
@@ -282,19 +230,15 @@ class Scatter(Gather):
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-@scenario("forward", "backward")
-def collectives_of_ones_own(mode):
-    def script(wrap):
-        model = shard(Net())
-        for module in (model, *model.blocks):
-            module.set_custom_all_gather(Gather())
-            module.set_custom_reduce_scatter(Scatter())
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(3.0)
-        optimizer = wrap(adamw(model.parameters()))
-        yield from training(model, optimizer)
-
-    same(script, mode)
+@script("forward", "backward")
+def collectives_of_ones_own(wrap):
+    model, optimizer = start(wrap)
+    for module in (model, *model.blocks):
+        module.set_custom_all_gather(Gather())
+        module.set_custom_reduce_scatter(Scatter())
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(3.0)
+    return training(model, optimizer)
 
 
 OPTIMIZERS = {
@@ -308,17 +252,15 @@ OPTIMIZERS = {
     "ASGD": (torch.optim.ASGD, {"foreach": False}),
     "Lion": (optfuse.optim.Lion, {}),
 }
-OPTIMIZERS = {name: {"make": make, "options": o} for name, (make, o) in OPTIMIZERS.items()}
+OPTIMIZERS = {
+    name: {"make": functools.partial(make, lr=1e-2, **options)}
+    for name, (make, options) in OPTIMIZERS.items()
+}
 
 
-@scenario("forward", "backward", **OPTIMIZERS)
-def optimizer(mode, make, options):
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(make(model.parameters(), lr=1e-2, **options))
-        yield from training(model, optimizer)
-
-    same(script, mode)
+@script("forward", "backward", **OPTIMIZERS)
+def optimizer(wrap, make):
+    return training(*start(wrap, make=make))
 
 
 def fused_on_locals(model, make):
@@ -334,107 +276,81 @@ def fused_on_locals(model, make):
     return step
 
 
-@scenario(
+@script(
     "forward",
     "backward",
     SGD={"make": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1)},
     Adagrad={"make": functools.partial(torch.optim.Adagrad, lr=1e-2)},
 )
-def fused_where_stock_has_it_for_locals_only(mode, make):
-    def script(wrap):
-        model = shard(Net())
-        if wrap.fused:
-            optimizer = wrap(make(model.parameters()))
-            assert optfuse.summary(optimizer).reference_differs == (0,)
-        step = optimizer.step if wrap.fused else fused_on_locals(model, make)
-        for i in range(STEPS):
-            model.zero_grad()
-            loss_of(model, i).backward()
-            step()
-        yield "parameters", local(dict(model.state_dict()))
-
-    same(script, mode)
+def fused_where_stock_has_it_for_locals_only(wrap, make):
+    model = shard(Net())
+    if wrap.fused:
+        optimizer = wrap(make(model.parameters()))
+        assert optfuse.summary(optimizer).reference_differs == (0,)
+    step = optimizer.step if wrap.fused else fused_on_locals(model, make)
+    for i in range(STEPS):
+        model.zero_grad()
+        loss_of(model, i).backward()
+        step()
+    yield "parameters", local(dict(model.state_dict()))
 
 
-@scenario("forward", "backward")
-def looked_at_between_steps(mode):
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(2 * 15):
-            train(model, optimizer, i)
-            name, look = looks_between_steps(model, optimizer, mode == "forward")[i % 15]
-            wrap.pending()
-            yield name, look()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+@script("forward", "backward")
+def looked_at_between_steps(wrap):
+    model, optimizer = start(wrap)
+    return looking(wrap, model, optimizer, functools.partial(train, model, optimizer))
 
 
-@scenario("forward", "backward")
-def changed_between_steps(mode):
+@script("forward", "backward")
+def changed_between_steps(wrap):
     """Parameters and state that a script writes to, and an optimizer that is unfused."""
-
-    def script(wrap):
-        model = shard(Net())
-        optimizer = wrap(adamw(model.parameters()))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        for i in range(20):
-            train(model, optimizer, i, set_to_none=i % 2 == 0)
-            schedule.step()
-            with torch.no_grad():
-                for p in model.parameters():
-                    if i % 4 == 0:
-                        p.mul_(0.99)
-                    if i % 4 == 1:
-                        p._local_tensor.add_(0.01)
-                    if i % 4 == 2:
-                        optimizer.state[p]["exp_avg"].mul_(0.5)
-            if i == 12 and wrap.fused:
-                wrap(optfuse.unfuse(optimizer))
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+    model, optimizer = start(wrap)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for i in range(20):
+        train(model, optimizer, i, set_to_none=i % 2 == 0)
+        schedule.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                if i % 4 == 0:
+                    p.mul_(0.99)
+                if i % 4 == 1:
+                    p._local_tensor.add_(0.01)
+                if i % 4 == 2:
+                    optimizer.state[p]["exp_avg"].mul_(0.5)
+        if i == 12 and wrap.fused:
+            wrap(optfuse.unfuse(optimizer))
+    yield from everything(model, optimizer)
 
 
-@scenario("forward", torch={"ours": False}, ours={"ours": True}, step={"ours": None})
-def clipped(mode, ours):
-    def script(wrap):
-        model = shard(Net())
-        options = {"max_grad_norm": 0.1} if wrap.fused and ours is None else {}
-        optimizer = wrap(adamw(model.parameters()), **options)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            if not options:
-                clip = optfuse.clip_grad_norm_ if wrap.fused and ours else nn.utils.clip_grad_norm_
-                norm_type = 1.0 if ours is not None and i % 5 == 4 else 2.0
-                clip(model.parameters(), 0.1, norm_type)
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+@script("forward", torch={"ours": False}, ours={"ours": True}, step={"ours": None})
+def clipped(wrap, ours):
+    model = shard(Net())
+    options = {"max_grad_norm": 0.1} if wrap.fused and ours is None else {}
+    optimizer = wrap(adamw(model.parameters()), **options)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        if not options:
+            clip = optfuse.clip_grad_norm_ if wrap.fused and ours else nn.utils.clip_grad_norm_
+            norm_type = 1.0 if ours is not None and i % 5 == 4 else 2.0
+            clip(model.parameters(), 0.1, norm_type)
+        optimizer.step()
+    yield from everything(model, optimizer)
 
 
-@scenario("forward", "backward")
-def compiled_blocks(mode):
+@script("forward", "backward")
+def compiled_blocks(wrap):
     """As many graphs and recompilations as in stock."""
     counters = torch._dynamo.utils.counters
-
-    def script(wrap):
-        torch._dynamo.reset()
-        counters.clear()
-        model = Net()
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-            fully_shard(block)
-        fully_shard(model)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(12):
-            yield "loss", train(model, optimizer, i)
-        yield from everything(model, optimizer)
-        assert counters["stats"]["unique_graphs"] > 0
-        yield "graphs", dict(counters["stats"])
-        yield "compilations", dict(counters["frames"])
-
-    same(script, mode)
+    torch._dynamo.reset()
+    counters.clear()
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = wrap(adamw(model.parameters()))
+    yield from trained(model, optimizer, train, 12)
+    assert counters["stats"]["unique_graphs"] > 0
+    yield "graphs", dict(counters["stats"])
+    yield "compilations", dict(counters["frames"])

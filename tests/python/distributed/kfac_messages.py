@@ -14,14 +14,30 @@ SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
 
 
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def ranks_that_use_layers_in_another_order(mode, fusion):
-    """Messages that were launched in the order of arrival would add up factors of different
-    layers, which have the same size."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank: {"order": (1, 0) if rank == 0 else (0, 1)})
-    pair.check()
+#: What a rank's forward pass is given in each step: layers in another order, which have factors of
+#: the same shapes; contributions in parts or several times, whose messages have begun by then.
+HOW = {
+    "ranks_that_use_layers_in_another_order": (
+        lambda i, rank: {"order": (1, 0) if rank == 0 else (0, 1)}
+    ),
+    "an_order_that_changes_later": (
+        lambda i, rank: {"order": (1, 0) if i > 3 and rank > 0 else (0, 1)}
+    ),
+    "late_contributions_on_one_rank": lambda i, rank: {"halves": i > 1 and rank == 0},
+    "late_contributions_on_all_ranks": lambda i, rank: {"uses": 1 + (i > 1) + (i > 5)},
+    "contributions_that_no_longer_come": lambda i, rank: {"uses": 3 if i < 2 else 1},
+}
+
+
+def played(mode, how, fusion):
+    """The plan of messages is of the first factor step. Messages in the order of arrival would add
+    up factors of different layers."""
+    Pair(mode, fusion=fusion, **SELDOM).run(how=how)
+
+
+for played.__name__, how in HOW.items():
+    cases = {fusion: {"how": how, "fusion": fusion} for fusion in FUSIONS}
+    scenario(*MODES, **cases)(played)
 
 
 # Over a link that is the slower the more a message has, messages that begin early pay, unless each
@@ -96,38 +112,3 @@ def a_mutant_that_sends_in_the_order_of_arrival(mode):
         pair.step(i)
     found, wanted = (k.factors("twin.0")[1] for k in (pair.ours, pair.reference))
     assert (found - wanted).abs().max() > 1e-6, "factors of two layers were added up unnoticed"
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def an_order_that_changes_later(mode, fusion):
-    """The plan is of the first factor step."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"order": (1, 0) if i > 3 and rank > 0 else (0, 1)})
-    pair.check()
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def late_contributions_on_one_rank(mode, fusion):
-    """As many rows come in two parts: the first part may be on its way already."""
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"halves": i > 1 and rank == 0})
-    pair.check()
-
-
-@scenario(*MODES, **{fusion: {"fusion": fusion} for fusion in FUSIONS})
-def late_contributions_on_all_ranks(mode, fusion):
-    pair = Pair(mode, fusion=fusion, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"uses": 1 + (i > 1) + (i > 5)})
-    pair.check()
-
-
-@scenario(*MODES)
-def contributions_that_no_longer_come(mode):
-    """The first factor step has three uses of a layer, later ones have one."""
-    pair = Pair(mode, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i, how=lambda rank, i=i: {"uses": 3 if i < 2 else 1})
-    pair.check()

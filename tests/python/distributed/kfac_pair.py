@@ -5,12 +5,14 @@ Each rank trains on its own batches; beside that it trains the copy on all of th
 factors and parameters are the reference's within 1e-9, and all ranks have the same bits."""
 
 import copy
+import functools
 
 import torch
 import torch.distributed as dist
 from common import Fused, Stock, differing
-from ddp_scripts import SMALL
+from ddp_models import SMALL
 from kfac_cases import Ours, Second, assert_close, rows, sgd
+from ranks import STEPS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -74,14 +76,29 @@ class Pair:
         self.optimizer.zero_grad()
         self.other.zero_grad()
 
+    def ours_alone(self, x, weight=1.0, **how):
+        """A pass of the model, over a batch of this rank's."""
+        (loss_of(self.model, x, **how) * weight).backward()
+
+    def all_alone(self, i, n=6, weight=1.0, how=lambda rank: {}):
+        """The same by the copy, over the i-th batches of all ranks."""
+        for rank in range(self.world):
+            loss = loss_of(self.alone, share_of(i, rank, n), **how(rank))
+            (loss * (weight / self.world)).backward()
+
     def step(self, i, n=6, how=lambda rank: {}):
         """One iteration. how(rank): what that rank's forward pass is given."""
         self.zero_grad()
-        loss_of(self.model, share_of(i, self.rank, n), **how(self.rank)).backward()
+        self.ours_alone(share_of(i, self.rank, n), **how(self.rank))
         self.ours.step()
-        for rank in range(self.world):
-            (loss_of(self.alone, share_of(i, rank, n), **how(rank)) / self.world).backward()
+        self.all_alone(i, n, how=how)
         self.reference.step()
+
+    def run(self, first=0, how=lambda i, rank: {}, layers=LAYERS):
+        """Steps from the first on, after which both are the same."""
+        for i in range(first, STEPS):
+            self.step(i, how=functools.partial(how, i))
+        self.check(layers)
 
     def check(self, layers=LAYERS):
         model = self.model.module

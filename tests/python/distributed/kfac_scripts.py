@@ -41,10 +41,7 @@ for name, network in NETWORKS.items():
 
 @scenario("stock", **CHOICES)
 def chosen(mode, options):
-    pair = Pair(mode, **SELDOM, **options)
-    for i in range(STEPS):
-        pair.step(i)
-    pair.check()
+    Pair(mode, **SELDOM, **options).run()
 
 
 OPTIONS = {
@@ -68,25 +65,17 @@ OPTIONS = {
 @scenario(*MODES, **{name: {"options": options} for name, options in OPTIONS.items()})
 def trained(mode, options):
     pair = Pair(mode, **options)
-    for i in range(STEPS):
-        pair.step(i)
-    left = options.get("skip", ())
     if options.get("ddp", {}).get("gradient_as_bucket_view"):
         pair.wrap.prove = lambda: None  # such gradients are not deferred
-    pair.check([name for name in LAYERS if name not in left])
+    pair.run(layers=[name for name in LAYERS if name not in options.get("skip", ())])
 
 
 @scenario("stock")
 def a_group_of_its_own(mode):
     """The one that is given, and not the default one, is used."""
     group = dist.new_group()
-    pair = Pair(mode, ddp={"process_group": group}, **SELDOM)
-    given = Pair(mode, process_group=group, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i)
-        given.step(i)
-    pair.check()
-    given.check()
+    Pair(mode, ddp={"process_group": group}, **SELDOM).run()
+    Pair(mode, process_group=group, **SELDOM).run()
 
 
 @scenario("stock")
@@ -114,10 +103,7 @@ def every_rank_on_its_own(mode):
 def ranks_that_know_different_numbers_of_groups(mode):
     """kfac() makes one of its own, which all of them must call by one name."""
     of_the_last = dist.new_group([dist.get_world_size() - 1])
-    pair = Pair(mode, **SELDOM)
-    for i in range(STEPS):
-        pair.step(i)
-    pair.check()
+    Pair(mode, **SELDOM).run()
     del of_the_last
 
 
@@ -150,12 +136,10 @@ def no_sync(mode, views):
         pair.zero_grad()
         for part in range(3):
             with pair.model.no_sync() if part < 2 else contextlib.nullcontext():
-                (loss_of(pair.model, share_of(3 * i + part, pair.rank)) / 3).backward()
+                pair.ours_alone(share_of(3 * i + part, pair.rank), 1 / 3)
         pair.ours.step()
         for part in range(3):
-            for rank in range(pair.world):
-                x = share_of(3 * i + part, rank)
-                (loss_of(pair.alone, x) / (3 * pair.world)).backward()
+            pair.all_alone(3 * i + part, weight=1 / 3)
         pair.reference.step()
     pair.check()
 
@@ -169,8 +153,7 @@ def micro_batches_of_unequal_sizes(mode):
         pair.zero_grad()
         for part, n in enumerate(sizes[pair.rank]):
             with pair.model.no_sync() if part == 0 else contextlib.nullcontext():
-                x = share_of(2 * i + part, pair.rank, n)
-                (loss_of(pair.model, x) * (n / 6)).backward()
+                pair.ours_alone(share_of(2 * i + part, pair.rank, n), n / 6)
         pair.ours.step()
         for rank in range(pair.world):
             for part, n in enumerate(sizes[rank]):
@@ -192,7 +175,7 @@ def rows_say_how_unequal_batches_are(mode):
     total = sum(sizes)
     for i in range(STEPS):
         pair.zero_grad()
-        loss_of(pair.model, share_of(i, pair.rank, sizes[pair.rank])).backward()
+        pair.ours_alone(share_of(i, pair.rank, sizes[pair.rank]))
         pair.ours.step()
         shares = [share_of(i, rank, n) for rank, n in enumerate(sizes)]
         for x in shares:
@@ -210,10 +193,7 @@ def rows_say_how_unequal_batches_are(mode):
 
 @scenario("stock")
 def equal_rows_change_nothing(mode):
-    pair = Pair(mode, rows=[6] * dist.get_world_size(), **SELDOM)
-    for i in range(STEPS):
-        pair.step(i)
-    pair.check()
+    Pair(mode, rows=[6] * dist.get_world_size(), **SELDOM).run()
 
 
 @scenario(*MODES, first={"when": 0}, later={"when": 4})
@@ -225,14 +205,12 @@ def unequal_batches_are_refused(mode, when):
     pair.zero_grad()
     weights = snapshot(dict(pair.model.module.state_dict()))
     n = 5 if pair.rank == pair.world - 1 else 6
-    loss_of(pair.model, share_of(when, pair.rank, n)).backward()
+    pair.ours_alone(share_of(when, pair.rank, n))
     refused(pair.ours.step, way_out="rows=")
     for name, p in pair.model.module.state_dict().items():
         assert torch.equal(p, weights[name]), f"{name} was updated"
     pair.ours.discard()
-    for i in range(when, STEPS):
-        pair.step(i)
-    pair.check()
+    pair.run(when)
 
 
 @scenario("stock")
@@ -240,7 +218,7 @@ def rows_that_are_wrong_are_refused(mode):
     """On every rank, though only one of them has other rows than it said."""
     world = dist.get_world_size()
     pair = Pair(mode, rows=[6] * (world - 1) + [5], **SELDOM)
-    loss_of(pair.model, share_of(0, pair.rank)).backward()
+    pair.ours_alone(share_of(0, pair.rank))
     refused(pair.ours.step, way_out="rows")
     refused(lambda: Pair(mode, rows=[6] * (world + 1)), way_out="rows")
 
@@ -269,9 +247,7 @@ def beside_reorder(mode):
     torch.manual_seed(0)
     pair = Pair(mode, **SELDOM)
     with optfuse.reorder(pair.model, "last"):
-        for i in range(STEPS):
-            pair.step(i)
-    pair.check()
+        pair.run()
 
 
 # GradScaler
@@ -293,8 +269,7 @@ def a_skipped_step_on_all_ranks(mode):
         scaler.update()
         assert (scaler.get_scale() < before) == bad
         if not bad:
-            for rank in range(pair.world):
-                (loss_of(pair.alone, share_of(i, rank)) / pair.world).backward()
+            pair.all_alone(i)
             pair.reference.step()
     pair.check()
 
@@ -359,7 +334,7 @@ def resumed_by_another_number_of_processes(mode, grows):
 
     def many_step(i):
         pair.optimizer.zero_grad()
-        loss_of(pair.model, share_of(i, pair.rank)).backward()
+        pair.ours_alone(share_of(i, pair.rank))
         pair.ours.step()
 
     before, after = (one_step, many_step) if grows else (many_step, one_step)
@@ -419,14 +394,11 @@ def removed_in_the_middle(mode):
     pair.ours.kfac.remove()
     for i in range(3, 6):
         pair.zero_grad()
-        loss_of(pair.model, share_of(i, pair.rank)).backward()
+        pair.ours_alone(share_of(i, pair.rank))
         pair.optimizer.step()
-        for rank in range(pair.world):
-            (loss_of(pair.alone, share_of(i, rank)) / pair.world).backward()
+        pair.all_alone(i)
         pair.other.step()
         pair.reference.discard()
     pair.ours = Ours(pair.model, pair.optimizer, **SELDOM)
     pair.reference = Second(pair.alone, pair.other, **SELDOM)
-    for i in range(6, STEPS):
-        pair.step(i)
-    pair.check()
+    pair.run(6)

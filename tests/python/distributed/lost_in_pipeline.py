@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pipelines of which one process goes wrong. A forked child plays each case; what stopped it is
-written down, and it lives on, with its connections, until all others have done so.
+"""Pipelines of which one process goes wrong, and what stopped each (apart.py)."""
 
-python lost_in_pipeline.py FOLDER RANK NAME ..."""
-
-import datetime
 import functools
-import json
 import os
 import signal
 import sys
@@ -15,16 +10,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import apart
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from apart import PATIENCE
 from torch import nn
 
 from optfuse.pipeline import Pipeline, plan
 from optfuse_layers.pipeline.transport import Transport
 
-PATIENCE = 300.0  # seconds: the time-out of a process group, and how long a process lives on
 LATE = 20.0  # seconds: the time-out where a process does not come
 COUNT = 8  # batches
 
@@ -162,79 +159,20 @@ def switch_off(guard):
         Transport._first = lambda self, process, error: (process, str(error))
 
 
-def attempt(function):
-    """The exception of a call, as module, type and text."""
-    try:
-        function()
-    except Exception as error:
-        return [type(error).__module__, type(error).__name__, str(error)]
-    return None
-
-
-def store_of(folder, number, rank, case):
-    if case.store == "file":
-        return dist.FileStore(f"{folder}/store-{number}", case.world)
-    port = Path(f"{folder}/port-{number}")
-    if rank == 0:
-        store = dist.TCPStore("localhost", 0, case.world, True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-        return store
-    wait_for([port])
-    return dist.TCPStore("localhost", int(port.read_text()), case.world, False)
-
-
-def wait_for(paths):
-    ends = time.monotonic() + PATIENCE
-    while not all(path.exists() for path in paths) and time.monotonic() < ends:
-        time.sleep(0.02)
-
-
-def play(folder, rank, name):
-    case = CASES[name]
+def play(name, case, here):
+    """Lives on, with its connections, until all others have said what stopped them."""
     switch_off(case.off)
-    dist.init_process_group(
-        "gloo",
-        store=store_of(folder, list(CASES).index(name), rank, case),
-        rank=rank,
-        world_size=case.world,
-        timeout=datetime.timedelta(seconds=case.timeout),
-    )
-    others = [place(folder, other, name) for other in range(case.world) if other != rank]
-    stay_away = functools.partial(wait_for, others)
+    here.begin(case.timeout, case.store)
     check = GivesUp(case)
     pipeline = pipeline_of(case, check)
     began = time.monotonic()
-    told = {"error": attempt(lambda: train(case, pipeline, check, stay_away))}
-    told["seconds"] = time.monotonic() - began
-    told["again"] = attempt(lambda: pipeline.run([], []))
-    told["saved"] = attempt(pipeline.state_dict)
-    write(folder, rank, name, told)
-    wait_for(others)
-    os._exit(0)
-
-
-def place(folder, rank, name):
-    return Path(f"{folder}/{rank}-{list(CASES).index(name)}")
-
-
-def write(folder, rank, name, told):
-    path = place(folder, rank, name)
-    path.with_suffix(".new").write_text(json.dumps(told), "utf-8")
-    path.with_suffix(".new").rename(path)
-
-
-def main(folder, rank, names):
-    torch.set_num_threads(1)
-    for name in names:
-        if rank >= CASES[name].world:
-            continue
-        if os.fork() == 0:
-            play(folder, rank, name)
-        _, status = os.wait()
-        if status != 0:
-            write(folder, rank, name, {"status": os.waitstatus_to_exitcode(status)})
+    error = apart.attempt(lambda: train(case, pipeline, check, here.wait_for_others))
+    told = {"error": error, "seconds": time.monotonic() - began}
+    told["again"] = apart.attempt(lambda: pipeline.run([], []))
+    told["saved"] = apart.attempt(pipeline.state_dict)
+    here.write(told)
+    here.wait_for_others()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(CASES))
+    apart.main(CASES, play)

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common import adamw, same
-from ddp_scripts import SMALL, Net, ddp_of, training
-from ranks import STEPS, scenario_of
+from ddp_models import BUCKETS, Net, fused, training
+from ranks import STEPS, scenario_of, script_of
 from reorder_scripts import mlp, order_of_backward, x_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -19,31 +19,24 @@ from optfuse_layers import communication
 from optfuse_layers.reorder import auto_schedule
 
 SCENARIOS = {}
-scenario = functools.partial(scenario_of, SCENARIOS)
+scenario = functools.partial(scenario_of, SCENARIOS, "forward")
+script = functools.partial(script_of, SCENARIOS)
+LAST, FIRST = {"schedule": "last"}, {"schedule": "reverse_first", "k": 2}
 CHOICES = {
-    "last": {"schedule": "last"},
-    "reverse_first": {"schedule": "reverse_first", "k": 2},
-    "budget": {"schedule": "budget", "memory": 1 << 10},
-    "unused parameters": {"schedule": "last", "find_unused_parameters": True},
-    "views": {"schedule": "reverse_first", "k": 2, "gradient_as_bucket_view": True},
+    "last": {"choice": LAST},
+    "reverse_first": {"choice": FIRST},
+    "budget": {"choice": {"schedule": "budget", "memory": 1 << 10}},
+    "views": {"choice": FIRST, "gradient_as_bucket_view": True},
 }
 
 
-@scenario("forward", "backward", **{name: {"choice": choice} for name, choice in CHOICES.items()})
-def trained(mode, choice):
-    options = {name: v for name, v in choice.items() if name not in ("schedule", "k", "memory")}
-    arguments = {name: v for name, v in choice.items() if name not in options}
-    if mode == "backward" and "find_unused_parameters" in options:
-        return  # refused by fuse()
-
-    def script(wrap):
-        wrapped = DDP(Net(), bucket_cap_mb=SMALL, **options)
-        if wrap.fused:
-            optfuse.reorder(wrapped, **arguments)
-        optimizer = wrap(adamw(wrapped.parameters()), **ddp_of(wrap, wrapped))
-        yield from training(wrapped, optimizer)
-
-    same(script, mode)
+@script("forward", "backward", **CHOICES)
+@script("forward", **{"unused parameters": {"choice": LAST, "find_unused_parameters": True}})
+def trained(wrap, choice, **options):
+    wrapped = DDP(Net(), **BUCKETS, **options)
+    if wrap.fused:
+        optfuse.reorder(wrapped, **choice)
+    yield from training(wrapped, fused(wrap, wrapped, adamw(wrapped.parameters())))
 
 
 class Wide(nn.Module):
@@ -65,42 +58,6 @@ def only_the_first_finds_an_order():
     return mock.patch.object(auto_schedule, "best_k", lambda *_: times)
 
 
-@scenario("forward")
-def all_ranks_take_the_k_of_the_first(mode):
-    rank = dist.get_rank()
-    found = []
-
-    def script(wrap):
-        wrapped = DDP(Wide(), bucket_cap_mb=SMALL)
-        if wrap.fused:
-            found.append(optfuse.reorder(wrapped, "auto", network=(1e-4, 1e-8)))
-        optimizer = wrap(adamw(wrapped.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = x_of(dist.get_world_size() * i + rank, 8, 1024)
-            loss = wrapped(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-        if found:
-            found[0].kept = wrapped
-
-    with only_the_first_finds_an_order():
-        same(script, mode)
-    (reordering,) = found
-    choice = reordering.plan.choice
-    chosen = [None] * dist.get_world_size()
-    dist.all_gather_object(chosen, choice)
-    assert all(c == chosen[0] for c in chosen), f"{chosen}"
-    assert choice["schedule"] == "reverse_first" and reordering.times.exposed >= 0.0
-    assert choice["k"] == reordering.times.k > 0, f"{choice}, {reordering.times}"
-    order = order_of_backward(reordering.kept.module, x_of(0, 8, 1024))
-    held = order[-choice["k"] :]
-    assert held[0] == "dW of module.first" and all(task.startswith("dW of") for task in held), (
-        f"{order}"
-    )
-
-
 def watching(sent):
     """A communication hook that notes the parameters in the order of their messages."""
 
@@ -111,55 +68,59 @@ def watching(sent):
     return hook
 
 
-@scenario("forward")
-def auto_orders_the_only_buckets(mode):
+@scenario()
+def auto_orders_the_only_buckets_by_the_k_of_the_first_rank(mode):
     """The first forward pass decides, so that the buckets of the second iteration on, of which
     DistributedDataParallel makes no others, have the order that "auto" has chosen."""
-    rank = dist.get_rank()
+    world, rank, found = dist.get_world_size(), dist.get_rank(), []
 
     def script(wrap):
-        wrapped = DDP(Wide(), bucket_cap_mb=SMALL)
-        sent = []
+        wrapped, sent = DDP(Wide(), **BUCKETS), []
         wrapped.register_comm_hook(None, watching(sent))
         if wrap.fused:
-            reordering = optfuse.reorder(wrapped, "auto", network=(1e-4, 1e-8))
+            found.append(optfuse.reorder(wrapped, "auto", network=(1e-4, 1e-8)))
         optimizer = wrap(adamw(wrapped.parameters()))
         for i in range(STEPS):
             optimizer.zero_grad()
             sent.clear()
-            x = x_of(dist.get_world_size() * i + rank, 8, 1024)
-            loss = wrapped(x).square().mean()
+            loss = wrapped(x_of(world * i + rank, 8, 1024)).square().mean()
             loss.backward()
-            if wrap.fused:
-                assert reordering.plan.choice["k"] == 3
+            assert not wrap.fused or found[0].plan.choice["k"] == 3
             optimizer.step()
             yield "loss", loss
         first, second = wrapped.module.first.weight, wrapped.module.rest[0].weight
         assert (sent.index(id(first)) < sent.index(id(second))) == wrap.fused
+        if wrap.fused:
+            found[0].kept = wrapped
 
     with only_the_first_finds_an_order():
         same(script, mode)
+    (reordering,) = found
+    choice, chosen = reordering.plan.choice, [None] * world
+    dist.all_gather_object(chosen, choice)
+    assert all(c == chosen[0] for c in chosen), f"{chosen}"
+    assert choice["schedule"] == "reverse_first" and reordering.times.exposed >= 0.0
+    assert choice["k"] == reordering.times.k == 3, f"{choice}, {reordering.times}"
+    order = order_of_backward(reordering.kept.module, x_of(0, 8, 1024))
+    held = order[-3:]
+    assert held[0] == "dW of module.first", f"{order}"
+    assert all(task.startswith("dW of") for task in held), f"{order}"
 
 
-@scenario("forward")
-def messages_are_measured(mode):
-    def script(wrap):
-        wrapped = DDP(mlp(), bucket_cap_mb=SMALL)
-        if wrap.fused:
-            reordering = optfuse.reorder(wrapped, "auto")
-        optimizer = wrap(torch.optim.SGD(wrapped.parameters(), lr=0.1, fused=True))
-        for i in range(8):
-            optimizer.zero_grad()
-            wrapped(x_of(i)).square().mean().backward()
-            optimizer.step()
-        if wrap.fused:
-            assert reordering.times is not None and reordering.times.iteration > 0
-        yield "weights", dict(wrapped.module.state_dict())
-
-    same(script, mode)
+@script("forward")
+def messages_are_measured(wrap):
+    wrapped = DDP(mlp(), **BUCKETS)
+    reordering = optfuse.reorder(wrapped, "auto") if wrap.fused else None
+    optimizer = wrap(torch.optim.SGD(wrapped.parameters(), lr=0.1, fused=True))
+    for i in range(8):
+        optimizer.zero_grad()
+        wrapped(x_of(i)).square().mean().backward()
+        optimizer.step()
+    assert not reordering or reordering.times and reordering.times.iteration > 0
+    yield "weights", dict(wrapped.module.state_dict())
 
 
-@scenario("forward")
+@scenario()
 def what_the_first_rank_decides_holds_for_all(mode):
     """Also of a group in which its number is another one, and if plans have different lengths."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -173,7 +134,7 @@ def what_the_first_rank_decides_holds_for_all(mode):
     assert communication.agreed(plan, None, device) is plan
 
 
-@scenario("forward")
+@scenario()
 def a_measured_link_has_times_that_are_possible(mode):
     for seconds in communication.measured(dist.group.WORLD, torch.device("cpu")):
         assert 0.0 <= seconds < 0.1, f"{seconds} s"

@@ -48,27 +48,17 @@ class Residual(nn.Module):
 
 def mlp():
     torch.manual_seed(1)
+    wide, narrow = nn.Linear(64, 96, bias=False), nn.Linear(96, 64)
+    first, last = nn.Linear(32, 64), nn.Linear(64, 10)
     return nn.Sequential(
-        nn.Linear(32, 64),
-        nn.Tanh(),
-        nn.Linear(64, 96, bias=False),
-        nn.LayerNorm(96),
-        nn.Linear(96, 64),
-        nn.ReLU(inplace=True),
-        nn.Linear(64, 10),
+        first, nn.Tanh(), wide, nn.LayerNorm(96), narrow, nn.ReLU(inplace=True), last
     )
 
 
 def conv_net():
     torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 32, 3, stride=2, padding=1),
-        Residual(32),
-        nn.Flatten(),
-        nn.Linear(512, 10),
-    )
+    first, second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, stride=2, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, Residual(32), nn.Flatten(), nn.Linear(512, 10))
 
 
 MODELS = {"mlp": (mlp, (8, 32)), "conv": (conv_net, (4, 3, 8, 8))}
@@ -129,14 +119,38 @@ def mine(made, module):
 
 def check(made, module, reference):
     for n, layer in mine(made, module):
-        for name, parameter in layer.named_parameters():
-            assert_same(f"layer {n} {name}", parameter.detach(), reference.newest[n][name].detach())
-        if made.places[n].replicas > 1:
-            continue  # a replica's batch norm counts its own batches
-        for name, buffer in layer.named_buffers():
-            assert_same(
-                f"layer {n} {name}", buffer, dict(reference.layers[n].named_buffers())[name]
-            )
+        wanted = dict(reference.newest[n])
+        if made.places[n].replicas == 1:  # a replica's batch norm counts its own batches
+            wanted |= dict(reference.layers[n].named_buffers())
+        found = {name: layer.state_dict()[name] for name in wanted}
+        assert_same(f"layer {n}", found, values(wanted))
+
+
+def values(tensors):
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def same_layers(made, module, other):
+    for n, layer in mine(made, module):
+        assert_same(f"layer {n}", dict(layer.state_dict()), dict(other[n].state_dict()))
+
+
+def resumes(made, build, drawn, drains=(False,), forgets=True):
+    """A state goes on as what it was taken of. build(): a module and its pipeline. drawn(first):
+    the batches of a run. forgets: whether what it is loaded into has trained before."""
+    module, pipeline = build()
+    for is_drained in drains:
+        pipeline.run(*drawn(0))
+        if is_drained:
+            pipeline.drain()
+        saved = copy.deepcopy(pipeline.state_dict())
+        wanted = pipeline.run(*drawn(50))
+        other, again = build()
+        if forgets:
+            again.run(*drawn(90))
+        again.load_state_dict(saved)
+        assert again.run(*drawn(50)) == wanted
+        same_layers(made, module, other)
 
 
 def compare(name, made, make, runs=(BATCHES, BATCHES), **options):
@@ -206,9 +220,7 @@ def delays_are_those_of_one_process(strategy):
     optfuse.drain(opt)
     module, pipeline = pipeline_of("mlp", made, make)
     pipeline.run(xs, ys)
-    for n, layer in mine(made, module):
-        for name, parameter in layer.named_parameters():
-            assert_same(f"layer {n} {name}", parameter, alone[n].get_parameter(name))
+    same_layers(made, module, alone)
 
 
 @scenario("1f1b", "layerpipe", "pipedream_replicated", "gpipe")
@@ -246,23 +258,10 @@ def a_process_without_weights_is_drained_too(strategy):
 
 @scenario("stash", "latest", "average", **{s: {"strategy": s} for s in ("1f1b", "layerpipe")})
 def resumed(weights, strategy):
-    make = OPTIMIZERS["adamw"]
     made = planned("conv", strategy)
-    shape = MODELS["conv"][1]
-    module, pipeline = pipeline_of("conv", made, make, weights=weights)
-    for drains in (False, True):
-        pipeline.run(*batches(shape, 0, BATCHES))
-        if drains:
-            pipeline.drain()
-        saved = copy.deepcopy(pipeline.state_dict())
-        wanted = pipeline.run(*batches(shape, 50, BATCHES))
-        other, again = pipeline_of("conv", made, make, weights=weights)
-        again.run(*batches(shape, 90, BATCHES))
-        again.load_state_dict(saved)
-        assert again.run(*batches(shape, 50, BATCHES)) == wanted
-        for n, layer in mine(made, module):
-            for key, tensor in layer.state_dict().items():
-                assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
+    build = functools.partial(pipeline_of, "conv", made, OPTIMIZERS["adamw"], weights=weights)
+    drawn = functools.partial(batches, MODELS["conv"][1], count=BATCHES)
+    resumes(made, build, drawn, drains=(False, True))
 
 
 @scenario("1f1b", "layerpipe")
@@ -303,17 +302,10 @@ def replicated(model):
 
 @scenario("pipedream_replicated")
 def a_state_saved_behind_an_incomplete_group_is_resumed(strategy):
-    make, made, shape = OPTIMIZERS["adamw"], replicated("mlp"), MODELS["mlp"][1]
-    module, pipeline = pipeline_of("mlp", made, make)
-    pipeline.run(*batches(shape, 0, BATCHES + 1))
-    saved = copy.deepcopy(pipeline.state_dict())
-    wanted = pipeline.run(*batches(shape, 50, BATCHES + 1))
-    other, again = pipeline_of("mlp", made, make)
-    again.load_state_dict(saved)
-    assert again.run(*batches(shape, 50, BATCHES + 1)) == wanted
-    for n, layer in mine(made, module):
-        for key, tensor in layer.state_dict().items():
-            assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
+    made = replicated("mlp")
+    build = functools.partial(pipeline_of, "mlp", made, OPTIMIZERS["adamw"])
+    drawn = functools.partial(batches, MODELS["mlp"][1], count=BATCHES + 1)
+    resumes(made, build, drawn, forgets=False)
 
 
 @scenario("1f1b", "layerpipe", "intra")

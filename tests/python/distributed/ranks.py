@@ -6,6 +6,7 @@ on a rank where something is wrong. So many processes are started once for all s
 were selected, of all modules, since importing torch takes longer than most of them."""
 
 import functools
+import importlib
 import json
 import os
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import forked_python
 import pytest
+from common import same
 
 HERE = Path(__file__).parent
 # tests/run --full says "2,3,4"; a sample is played by more than two processes anyway.
@@ -38,26 +40,55 @@ def scenario_of(scenarios, *modes, **cases):
     return add
 
 
-def by(scenarios, **sample):
-    """Marks a test: played by each number of processes of WORLDS, and some scenarios, given as
-    three=[...], four=[...], by others, too. Of the cases of a scenario in a mode, two of three
-    are for tests/run --full."""
-    runs = [(world, name) for world in WORLDS for name in scenarios]
-    for number, names in sample.items():
-        world = {"three": 3, "four": 4}[number]
+def script_of(scenarios, *modes, prove=True, recorded=None, **cases):
+    """Adds a script of common.py to a module's scenarios, once for each mode and case. It is a
+    function of wrap, which knows the mode as its way, and of what the case says."""
+
+    def add(script):
+        def compared(mode, **case):
+            def told(wrap):
+                wrap.way = mode
+                yield from script(wrap, **case)
+
+            options = {} if recorded is None else {"recorded": recorded}
+            same(told, "forward" if mode == "awaited" else mode, prove, **options)
+
+        compared.__name__ = script.__name__
+        scenario_of(scenarios, *modes, **cases)(compared)
+        return script
+
+    return add
+
+
+def differs(comparison):
+    """A control: the comparison has to find other bits than stock's."""
+    try:
+        comparison()
+    except AssertionError as error:
+        assert "differ from stock" in str(error), error
+    else:
+        raise RuntimeError("training with a fault had stock's bits")
+
+
+def cases(module, more=None, worlds=WORLDS, all_usual=False):
+    """The scenarios of a module for each number of processes, as parameters `world` and `scenario`.
+    more: some of them by other numbers, too. Of the cases of a scenario in a mode, two of three are
+    for tests/run --full."""
+    scenarios = importlib.import_module(module).SCENARIOS
+    runs = [(world, name) for world in worlds for name in scenarios]
+    usual = set(scenarios) if all_usual else _usual(scenarios).union(*(more or {}).values())
+    for world, names in (more or {}).items():
         known = [name for name in names if name in scenarios]  # by this release of PyTorch
-        assert known, f"none of {names} is a scenario"
-        runs += [(world, name) for name in known if world not in WORLDS]
-    usual = _usual(scenarios).union(*sample.values())
-    runs = [
+        assert known, f"none of {names} is a scenario of {module}"
+        runs += [(world, name) for name in known if world not in worlds]
+    return [
         pytest.param(
             world,
-            name,
+            f"{module}:{name}",
             marks=[pytest.mark.slow] * (world > 2) + [pytest.mark.full] * (name not in usual),
         )
         for world, name in runs
     ]
-    return pytest.mark.parametrize(("world", "scenario"), runs)
 
 
 def _usual(scenarios):

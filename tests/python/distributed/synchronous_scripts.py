@@ -3,15 +3,14 @@
 is compared with plain training in one process, which adds up the gradients of as many
 micro-batches by backward()."""
 
-import copy
 import functools
 import os
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import assert_same
-from pipeline_scripts import COSTS, FREE, MODELS, batches, loss_fn, mine
+from common import refused
+from pipeline_scripts import COSTS, FREE, MODELS, batches, loss_fn, resumes, same_layers
 from ranks import scenario_of
 from torch import nn
 
@@ -97,12 +96,6 @@ def one_process(module, optimizer, xs, ys):
     return losses
 
 
-def check(made, module, plain):
-    for n, layer in mine(made, module):
-        for key, tensor in layer.state_dict().items():
-            assert_same(f"layer {n} {key}", tensor, plain[n].state_dict()[key])
-
-
 def compare(name, made, make, wrap="stock", groups=(2, GROUPS - 2)):
     module, pipeline = pipeline_of(name, made, make, wrap)
     plain = NETS[name][0]()
@@ -111,7 +104,7 @@ def compare(name, made, make, wrap="stock", groups=(2, GROUPS - 2)):
     for count in groups:
         xs, ys = data(name, first, count * MICRO)
         assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
-        check(made, module, plain)
+        same_layers(made, module, plain)
         first += count * MICRO
     return module, pipeline, plain
 
@@ -182,7 +175,7 @@ def gradients_added_in_another_order_are_seen(strategy):
     ):
         pipeline.run(xs, ys)
     try:
-        check(made, module, plain)
+        same_layers(made, module, plain)
     except AssertionError:
         assert any(said(True))
     else:
@@ -191,19 +184,9 @@ def gradients_added_in_another_order_are_seen(strategy):
 
 @scenario(*SYNCHRONOUS, **{wrap: {"wrap": wrap} for wrap in WRAPS})
 def resumed(strategy, wrap):
-    make = OPTIMIZERS["adamw"]
     made = planned("conv", strategy)
-    module, pipeline = pipeline_of("conv", made, make, wrap)
-    pipeline.run(*data("conv", 0, 2 * MICRO))
-    saved = copy.deepcopy(pipeline.state_dict())
-    wanted = pipeline.run(*data("conv", 50, 2 * MICRO))
-    other, again = pipeline_of("conv", made, make, wrap)
-    again.run(*data("conv", 90, MICRO))
-    again.load_state_dict(saved)
-    assert again.run(*data("conv", 50, 2 * MICRO)) == wanted
-    for n, layer in mine(made, module):
-        for key, tensor in layer.state_dict().items():
-            assert_same(f"layer {n} {key}", other[n].state_dict()[key], tensor)
+    build = functools.partial(pipeline_of, "conv", made, OPTIMIZERS["adamw"], wrap)
+    resumes(made, build, functools.partial(data, "conv", count=2 * MICRO))
 
 
 @scenario(
@@ -223,7 +206,7 @@ def the_last_group_may_be_incomplete(strategy, net, wrap):
     for first, count in ((0, 2 * MICRO + 1), (20, MICRO - 1), (30, MICRO), (40, MICRO + 2)):
         xs, ys = data(net, first, count)
         assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
-        check(made, module, plain)
+        same_layers(made, module, plain)
 
 
 @scenario(*FORWARDING)
@@ -251,7 +234,7 @@ def losses_are_weighted_by_rows(strategy, wrap):
             wanted.append(float(loss.detach()))
         stock.step()
         assert pipeline.run(xs, ys) == wanted
-        check(made, module, plain)
+        same_layers(made, module, plain)
 
 
 class Head(nn.Module):
@@ -296,7 +279,7 @@ def an_embedding_tied_to_the_head_has_the_bits_of_one_process(strategy, wrap):
     for first, count in ((0, 2 * MICRO), (2 * MICRO, MICRO + 1)):
         xs, ys = words(first, count)
         assert pipeline.run(xs, ys) == one_process(plain, optimizer, xs, ys)
-        check(made, model, plain)
+        same_layers(made, model, plain)
 
 
 @scenario(*SYNCHRONOUS, **{w: {"wrap": w} for w in WRAPS})
@@ -317,35 +300,29 @@ def an_embedding_tied_to_the_head_is_added_as_the_stages_do(strategy, wrap):
         plain[0].weight.grad, plain[-1].weight.grad = total, total.clone()
         optimizer.step()
         assert pipeline.run(xs, ys) == losses
-        check(made, model, plain)
+        same_layers(made, model, plain)
 
 
-@scenario("fast_forward")
-def shared_weights_of_other_seeds_are_refused(strategy):
+def other_numbers(model):
+    with torch.no_grad():
+        model[0].weight.add_(1)
+
+
+def other_sharing(model):
+    model[-1].weight = nn.Parameter(model[-1].weight.detach().clone())
+
+
+@scenario(
+    "fast_forward",
+    numbers={"change": other_numbers, "why": "has other numbers on process 1 than on process 0"},
+    sharing={"change": other_sharing, "why": "share other weights"},
+)
+def shared_weights_that_differ_between_processes_are_refused(strategy, change, why):
     model = tied()
     if dist.get_rank():
-        with torch.no_grad():
-            model[0].weight.add_(1)
-    try:
-        tied_pipeline(strategy, OPTIMIZERS["sgd"], "stock", "sums", model)
-    except optfuse.Error as error:
-        assert "has other numbers on process 1 than on process 0" in str(error)
-    else:
-        raise AssertionError("other numbers were not refused")
-
-
-@scenario("fast_forward")
-def modules_that_share_other_weights_are_refused(strategy):
-    model = tied()
-    if dist.get_rank():
-        last = model[-1]
-        last.weight = torch.nn.Parameter(last.weight.detach().clone())
-    try:
-        tied_pipeline(strategy, OPTIMIZERS["sgd"], "stock", "sums", model)
-    except optfuse.Error as error:
-        assert "share other weights" in str(error)
-    else:
-        raise AssertionError("other shared weights were not refused")
+        change(model)
+    make = OPTIMIZERS["sgd"]
+    refused(lambda: tied_pipeline(strategy, make, "stock", "sums", model), way_out=why)
 
 
 @scenario("fast_forward")

@@ -3,15 +3,15 @@
 torch.distributed's own error and never hang; a job that is killed goes on from its checkpoint."""
 
 import functools
-import json
 from pathlib import Path
 
+import apart
 import failing
 import pytest
 import restarted
 import torch
 from common import assert_same
-from several import TAKEN_DOWN, started, torchrun
+from several import TAKEN_DOWN, torchrun
 
 HERE = Path(__file__).parent
 SLACK = 60.0  # seconds beyond the time-out of the process group, on a busy machine
@@ -19,19 +19,7 @@ SLACK = 60.0  # seconds beyond the time-out of the process group, on a busy mach
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """The exception that stopped each rank in each case."""
-    folder = tmp_path_factory.mktemp("failing")
-    ranks = [
-        started(folder / f"output-{rank}", HERE / "failing.py", folder, rank, *failing.CASES)
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(ranks):
-        assert process.wait(timeout=600) == 0, (folder / f"output-{rank}.errors").read_text("utf-8")
-
-    def read(rank, name):
-        return json.loads(Path(folder, f"{rank}-{name}").read_text("utf-8"))
-
-    return {name: [read(rank, name) for rank in range(2)] for name in failing.CASES}
+    return apart.told(tmp_path_factory.mktemp("failing"), failing)
 
 
 @pytest.mark.parametrize("case", failing.CASES)

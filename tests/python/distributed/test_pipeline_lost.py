@@ -2,31 +2,19 @@
 """A process that goes wrong in a pipeline, or is killed, is an error on all others: at once,
 although they live on with their connections, and with its number."""
 
-import json
 import signal
-from pathlib import Path
 
+import apart
 import lost_in_pipeline
 import pytest
 from lost_in_pipeline import CASES, LATE
-from several import started
 
 SOON = 60.0  # seconds, on a busy machine; the process group's time-out is 300
-SCRIPT = Path(lost_in_pipeline.__file__)
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """The report of each process in each case."""
-    folder = tmp_path_factory.mktemp("lost")
-    ranks = [started(folder / f"output-{rank}", SCRIPT, folder, rank, *CASES) for rank in range(3)]
-    for rank, process in enumerate(ranks):
-        assert process.wait(timeout=900) == 0, (folder / f"output-{rank}.errors").read_text("utf-8")
-
-    def read(rank, name):
-        return json.loads(lost_in_pipeline.place(folder, rank, name).read_text("utf-8"))
-
-    return {name: [read(r, name) for r in range(case.world)] for name, case in CASES.items()}
+    return apart.told(tmp_path_factory.mktemp("lost"), lost_in_pipeline)
 
 
 def others(told, name):

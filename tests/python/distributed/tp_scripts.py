@@ -6,9 +6,9 @@ import functools
 
 import torch
 import torch.distributed as dist
-from common import adamw, refused, same
-from fsdp_models import Net, everything, looks_between_steps
-from ranks import STEPS, scenario_of
+from common import adamw, refused
+from fsdp_models import Net, looking, trained
+from ranks import scenario_of, script_of
 from style_classes import AdaBelief
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,7 @@ import optfuse
 
 SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
+script = functools.partial(script_of, SCENARIOS)
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -59,13 +60,11 @@ def loss_of(model, i):
     return nn.functional.mse_loss(model(x), y)
 
 
-def train(model, optimizers, i, set_to_none=True):
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none)
+def train(model, optimizer, i):
+    optimizer.zero_grad()
     loss = loss_of(model, i)
     loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+    optimizer.step()
     return loss
 
 
@@ -80,90 +79,54 @@ def mesh_of_all():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-@scenario("forward", "backward")
-def plan(mode):
-    def script(wrap):
-        model = parallel(mesh_of_all())
-        optimizer = wrap(adamw(groups_of(model)))
-        for i in range(STEPS):
-            yield "loss", train(model, [optimizer], i)
-        yield from everything(model, optimizer)
-        kinds = {p.placements[0] for p in model.parameters() if isinstance(p, DTensor)}
-        assert kinds == {Shard(0), Shard(1), Replicate()}, kinds
-
-    same(script, mode)
+@script("forward", "backward")
+@script("forward", "backward", prove=False, recorded={"make": AdaBelief})
+def plan(wrap, make=adamw):
+    """Sharded, replicated and plain parameters."""
+    model = parallel(mesh_of_all())
+    kinds = {p.placements[0] for p in model.parameters() if isinstance(p, DTensor)}
+    assert kinds == {Shard(0), Shard(1), Replicate()}, kinds
+    return trained(model, wrap(make(groups_of(model))), train)
 
 
-@scenario("forward", "backward")
-def recorded(mode):
-    """Sharded, replicated and plain parameters of a class without kernels."""
-
-    def script(wrap):
-        model = parallel(mesh_of_all())
-        optimizer = wrap(AdaBelief(groups_of(model)))
-        for i in range(STEPS):
-            yield "loss", train(model, [optimizer], i)
-        yield from everything(model, optimizer)
-
-    same(script, mode, prove=False)
+@script("forward")
+def looked_at_between_steps(wrap):
+    model = parallel(mesh_of_all())
+    optimizer = wrap(adamw(groups_of(model)[0]["params"]))
+    shown = nn.ModuleList(block.up for block in model.blocks)
+    return looking(wrap, model, optimizer, functools.partial(train, model, optimizer), shown)
 
 
-@scenario("forward")
-def looked_at_between_steps(mode):
-    def script(wrap):
-        model = parallel(mesh_of_all())
-        optimizer = wrap(adamw(groups_of(model)[0]["params"]))
-        shown = nn.ModuleList(block.up for block in model.blocks)
-        for i in range(2 * 15):
-            train(model, [optimizer], i)
-            wrap.pending()
-            name, look = looks_between_steps(shown, optimizer, True)[i % 15]
-            yield name, look()
-        yield from everything(model, optimizer)
+@script("forward", torch={"ours": False}, ours={"ours": True})
+def clipped(wrap, ours):
+    def iteration(model, optimizer, i):
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        clip = optfuse.clip_grad_norm_ if wrap.fused and ours else nn.utils.clip_grad_norm_
+        norm = clip(params, 0.1)
+        assert isinstance(norm, DTensor)
+        yield "norm", [norm.full_tensor(), str(norm.placements)]
+        optimizer.step()
 
-    same(script, mode)
-
-
-@scenario("forward", torch={"ours": False}, ours={"ours": True})
-def clipped(mode, ours):
-    def script(wrap):
-        model = parallel(mesh_of_all())
-        params = groups_of(model)[0]["params"]
-        optimizer = wrap(adamw(params))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            clip = optfuse.clip_grad_norm_ if wrap.fused and ours else nn.utils.clip_grad_norm_
-            norm = clip(params, 0.1)
-            assert isinstance(norm, DTensor)
-            yield "norm", [norm.full_tensor(), str(norm.placements)]
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+    model = parallel(mesh_of_all())
+    params = groups_of(model)[0]["params"]
+    return trained(model, wrap(adamw(params)), iteration)
 
 
-@scenario("forward", "backward")
-def with_fsdp(mode):
+@script("forward", "backward")
+def with_fsdp(wrap):
     """Sharded by both, over a mesh of two dimensions."""
-
-    def script(wrap):
-        world = dist.get_world_size()
-        shape = (2, world // 2) if world % 2 == 0 else (world, 1)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
-        model = Net(12)
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], PLAN)
-            fully_shard(block, mesh=mesh["fsdp"])
-        fully_shard(model, mesh=mesh["fsdp"])
-        params = list(model.parameters())
-        groups = [{"params": [p for p in params if p.device_mesh.ndim == n]} for n in (1, 2)]
-        optimizer = wrap(adamw(groups))
-        for i in range(STEPS):
-            yield "loss", train(model, [optimizer], i)
-        yield from everything(model, optimizer)
-
-    same(script, mode)
+    world = dist.get_world_size()
+    shape = (2, world // 2) if world % 2 == 0 else (world, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
+    model = Net(12)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], PLAN)
+        fully_shard(block, mesh=mesh["fsdp"])
+    fully_shard(model, mesh=mesh["fsdp"])
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.device_mesh.ndim == n]} for n in (1, 2)]
+    return trained(model, wrap(adamw(groups)), train)
 
 
 def weight(placement=None):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Pipelines of one process, and what they refuse. Those of several processes:
-tests/python/distributed/test_pipeline_ranks.py and test_pipeline_lost.py."""
+tests/python/distributed/test_scenarios.py and test_pipeline_lost.py."""
 
 import copy
 import gc
