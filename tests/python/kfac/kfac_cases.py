@@ -191,6 +191,11 @@ MODELS = {
 }
 
 
+def mean_of(y):
+    """The loss of an output."""
+    return y.sin().square().mean()
+
+
 def sgd(parameters, lr=0.05):
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-2, fused=True)
 
@@ -199,23 +204,45 @@ def adamw(parameters, lr=1e-2):
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=1e-1, fused=True)
 
 
-def training(model="mlp", make=sgd, steps=STEPS, **options):
-    """A script: every step's loss, and what seen() says at the end."""
-    build, loss_of, names = MODELS[model]
+def training(
+    model="mlp", make=sgd, loss=None, names=None, before_step=None, after_step=None, **options
+):
+    """A script: every step's loss, and what seen() says at the end.
+
+    model: a name of MODELS, or what builds one
+    loss: of the model and the number of the step, or those of several passes
+    names: the layers whose factors are compared
+    before_step, after_step: called with the model, what arrange() returned and the number;
+    the second yields pairs to compare"""
+    build, its_loss, its_names = MODELS.get(model, (model, None, ()))
+    loss, names = loss or its_loss, its_names if names is None else names
 
     def script(arrange):
         model = build()
-        optimizer = make(model.parameters())
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
         arranged = arrange(model, optimizer, **options)
-        for i in range(steps):
+        for i in range(STEPS):
             optimizer.zero_grad()
-            loss = loss_of(model, i)
-            loss.backward()
+            total = 0.0
+            found = loss(model, i)
+            for value in [found] if isinstance(found, torch.Tensor) else found:
+                value.backward()
+                total = total + value.detach()
+            if before_step:
+                before_step(model, arranged, i)
             arranged.step()
-            yield "loss", loss
+            yield "loss", total
+            if after_step:
+                yield from after_step(model, arranged, i)
         yield from seen(model, arranged, *(n for n in names if n not in options.get("skip", ())))
 
     return script
+
+
+def played_close(script, other, arrange=Ours):
+    """Two runs of ours see the same but for rounding."""
+    for a, b in zip(played(script, arrange), played(other, arrange), strict=True):
+        assert_close(b[0], a[1], b[1])
 
 
 # Checkpoints

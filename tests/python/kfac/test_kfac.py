@@ -14,6 +14,7 @@ from kfac_cases import (
     adamw,
     agree,
     assert_close,
+    mean_of,
     mlp,
     mlp_loss,
     played,
@@ -71,18 +72,11 @@ def test_fused_in_forward_mode_has_the_bits_of_stock(model, make, options):
 
 
 def test_the_factors_follow_each_step():
-    def script(arrange):
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, factors_every=3, inverses_every=2)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            arranged.step()
-            yield "factors", [f.clone() for f in arranged.factors("2")]
-            yield "gradient", model[2].weight.grad
+    def look(model, arranged, i):
+        yield "factors", [f.clone() for f in arranged.factors("2")]
+        yield "gradient", model[2].weight.grad
 
-    ours, _ = agree(script)
+    ours, _ = agree(training(after_step=look, factors_every=3, inverses_every=2))
     factors = [value for name, value in ours if name == "factors"]
     for t in range(1, STEPS):
         changed = not torch.equal(factors[t][0], factors[t - 1][0])
@@ -111,29 +105,21 @@ def test_the_clip_matters_in_these_tests():
 
 
 def test_groups_of_parameters_with_rates_of_their_own():
-    def script(arrange):
-        model = mlp()
-        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-        optimizer = torch.optim.SGD(
-            [
-                {"params": weights[:2], "lr": 0.1, "weight_decay": 0.1},
-                {"params": weights[2:]},
-                {"params": biases, "lr": 0.3},
-            ],
-            lr=0.02,
-            momentum=0.9,
-        )
-        arranged = arrange(model, optimizer, kl_clip=1e-4, **SELDOM)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            arranged.step()
-            scheduler.step()
-        yield from seen(model, arranged, "0", "8")
+    def make(parameters):
+        biases, weights = ([p for p in parameters if p.dim() == n] for n in (1, 2))
+        groups = [
+            {"params": weights[:2], "lr": 0.1, "weight_decay": 0.1},
+            {"params": weights[2:]},
+            {"params": biases, "lr": 0.3},
+        ]
+        return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
 
-    agree(script)
+    def halve(model, arranged, i):
+        for group in arranged.optimizer.param_groups if i % 3 == 2 else ():
+            group["lr"] *= 0.5
+        return ()
+
+    agree(training("mlp", make, after_step=halve, kl_clip=1e-4, **SELDOM))
 
 
 class Shapes(nn.Module):
@@ -153,76 +139,56 @@ class Shapes(nn.Module):
 
 @MODES
 def test_layers_take_inputs_of_any_dimensions(mode):
-    def script(arrange):
-        model = Shapes().double()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **OFTEN)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            model(rows(i, 2, 3, 4, 4)).backward()
-            arranged.step()
-        yield from seen(model, arranged, "row", "grid", "image", "images")
-
+    names = ("row", "grid", "image", "images")
+    script = training(
+        lambda: Shapes().double(), loss=lambda m, i: m(rows(i, 2, 3, 4, 4)), names=names, **OFTEN
+    )
     agree(script, mode)
 
 
 def test_padding_modes_and_inputs_that_are_not_contiguous():
-    def script(arrange):
-        model = nn.Sequential(
+    def build():
+        return nn.Sequential(
             nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"),
             nn.ReLU(),
             nn.Conv2d(4, 3, 3, padding=(2, 1), padding_mode="reflect", bias=False),
         ).double()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **OFTEN)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = rows(i, 3, 6, 5, 2).permute(0, 3, 2, 1)
-            model(x).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "2")
 
-    agree(script)
+    def loss(model, i):
+        return mean_of(model(rows(i, 3, 6, 5, 2).permute(0, 3, 2, 1)))
+
+    agree(training(build, loss=loss, names=("0", "2"), **OFTEN))
 
 
 @pytest.mark.parametrize("part", ("weight", "bias"))
 def test_what_needs_no_gradient(part):
     """Without a weight's gradient a layer is left to the optimizer; a frozen bias is no column."""
 
-    def script(arrange):
+    def build():
         model = mlp()
         getattr(model[2], part).requires_grad_(False)
-        optimizer = sgd(p for p in model.parameters() if p.requires_grad)
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", *(["2"] if part == "bias" else []))
+        return model
 
-    ours, _ = agree(script)
+    names = ("0", *(["2"] if part == "bias" else []))
+    ours, _ = agree(training(build, loss=mlp_loss, names=names, **SELDOM))
     if part == "bias":
         assert dict(ours)["factors of '2'"][0].shape == (8, 8)
 
 
 def test_float32():
     """Rounding of float32 in the inverses, of condition numbers about 1e3."""
+    names = MODELS["mlp"][2]
 
-    def script(arrange):
-        model = mlp().float()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **OFTEN, damping=1e-2)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            arranged.step()
-            if i == 0:
-                yield "first factors", [arranged.factors(name) for name in MODELS["mlp"][2]]
-        yield from seen(model, arranged, *MODELS["mlp"][2])
+    def look(model, arranged, i):
+        if i == 0:
+            yield "first factors", [arranged.factors(name) for name in names]
 
-    ours, reference = agree(script, tolerance=1e-4)
-    assert_close("first factors", ours[0][1], reference[0][1], 1e-6)
-    assert ours[0][1][0][0].dtype == torch.float32
+    script = training(
+        lambda: mlp().float(), sgd, mlp_loss, names, after_step=look, **OFTEN, damping=1e-2
+    )
+    ours, reference = (dict(run) for run in agree(script, tolerance=1e-4))
+    assert_close("first factors", ours["first factors"], reference["first factors"], 1e-6)
+    assert ours["first factors"][0][0].dtype == torch.float32
 
 
 def test_two_models_have_factors_of_their_own():

@@ -37,27 +37,32 @@ def test_fusing_in_backward_mode_afterwards_is_refused():
     optfuse.fuse(optimizer, mode="backward")
 
 
-def test_fusing_in_forward_mode_afterwards_works():
-    def trained(when):
-        model, optimizer = model_and_optimizer(adamw)
-        if when == "before":
-            optfuse.fuse(optimizer)
-        ours = Ours(model, optimizer, **SELDOM)
-        for i in range(6):
-            if when == "after" and i == 2:
-                optfuse.fuse(optimizer)
-            if when == "unfused" and i == 2:
-                optfuse.fuse(optimizer)
-            if when == "unfused" and i == 4:
-                optfuse.unfuse(optimizer)
-            optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            optimizer.step()
-        return snapshot(dict(model.state_dict())), ours.factors("0")
+def trained(disturb=None, make=sgd, wrapped=lambda model: model, **options):
+    """Weights and factors after some steps. disturb: called at the begin of each."""
+    model, optimizer = model_and_optimizer(make)
+    called = wrapped(model)
+    ours = Ours(called, optimizer, **SELDOM, **options)
+    for i in range(6):
+        optimizer.zero_grad()
+        if disturb:
+            disturb(model, optimizer, ours, i)
+        mlp_loss(called, i).backward()
+        ours.step()
+    return snapshot(dict(model.state_dict())), snapshot(ours.factors("0"))
 
-    stock = trained("never")
-    for when in ("before", "after", "unfused"):
-        assert_same(when, trained(when), stock)
+
+@pytest.mark.parametrize("when", ("before", "after", "unfused"))
+def test_fusing_in_forward_mode_afterwards_works(when):
+    def make(parameters):
+        return optfuse.fuse(adamw(parameters)) if when == "before" else adamw(parameters)
+
+    def change(model, optimizer, ours, i):
+        if when != "before" and i == 2:
+            optfuse.fuse(optimizer)
+        if when == "unfused" and i == 4:
+            optfuse.unfuse(optimizer)
+
+    assert_same(when, trained(change, make), trained(make=adamw))
 
 
 WRONG = {
@@ -244,48 +249,36 @@ def test_infinities_and_nan_are_refused_in_every_step(kl_clip, collects, where, 
     """kl_clip would carry those of one layer into all weights. The step that is left out,
     and what its passes have contributed, change nothing."""
 
-    def trained(disturbed):
-        model, optimizer = model_and_optimizer()
-        ours = Ours(model, optimizer, **SELDOM, kl_clip=kl_clip)
-        for i in range(6):
-            optimizer.zero_grad()
-            if disturbed and i == (4 if collects else 3):
-                x = rows(50, 5, 6)
-                x[1, 1] = bad if where == "inputs" else 1.0
-                (model(x).square().mean() * (bad if where == "loss" else 1.0)).backward()
-                if where == "gradient":  # as an overflow in 16 bits, or a hook
-                    model[2].weight.grad[1, 1] = bad
-                before = snapshot([dict(model.state_dict()), ours.factors("2")])
-                words = ("'2'",) if where == "gradient" else ()
-                refused(ours.step, *words, way_out="leave out this step")
-                after = [dict(model.state_dict()), ours.factors("2")]
-                assert_same("weights and factors", after, before)
-                optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            ours.step()
-        return snapshot(dict(model.state_dict())), snapshot(ours.factors("0"))
+    def disturb(model, optimizer, ours, i):
+        if i != (4 if collects else 3):
+            return
+        x = rows(50, 5, 6)
+        x[1, 1] = bad if where == "inputs" else 1.0
+        (model(x).square().mean() * (bad if where == "loss" else 1.0)).backward()
+        if where == "gradient":  # as an overflow in 16 bits, or a hook
+            model[2].weight.grad[1, 1] = bad
+        before = snapshot([dict(model.state_dict()), ours.factors("2")])
+        words = ("'2'",) if where == "gradient" else ()
+        refused(ours.step, *words, way_out="leave out this step")
+        after = [dict(model.state_dict()), ours.factors("2")]
+        assert_same("weights and factors", after, before)
+        optimizer.zero_grad()
 
-    assert_same("after a refused step", trained(True), trained(False))
+    after = trained(disturb, kl_clip=kl_clip)
+    assert_same("after a refused step", after, trained(kl_clip=kl_clip))
 
 
 def test_training_goes_on_after_a_refusal():
-    def trained(disturbed):
-        model, optimizer = model_and_optimizer()
-        ours = Ours(model, optimizer, **SELDOM)
-        for i in range(6):
+    def disturb(model, optimizer, ours, i):
+        if i == 4:
+            forgotten = mlp_loss(model, 50)
+            mlp_loss(model, 51).backward()
+            refused(ours.step, way_out="discard()")
+            del forgotten
+            ours.discard()
             optimizer.zero_grad()
-            if disturbed and i == 4:
-                forgotten = mlp_loss(model, 50)
-                mlp_loss(model, 51).backward()
-                refused(ours.step, way_out="discard()")
-                del forgotten
-                ours.discard()
-                optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            ours.step()
-        return snapshot(dict(model.state_dict())), snapshot(ours.factors("0"))
 
-    assert_same("after a refused step", trained(True), trained(False))
+    assert_same("after a refused step", trained(disturb), trained())
 
 
 # Sharded models
@@ -309,14 +302,5 @@ def test_tensor_parallel_models_are_refused(gloo):
 
 
 def test_a_group_of_one_process_changes_nothing(gloo):
-    def trained(wrapped):
-        model, optimizer = model_and_optimizer()
-        called = nn.parallel.DistributedDataParallel(model) if wrapped else model
-        ours = Ours(called, optimizer, **SELDOM)
-        for i in range(6):
-            optimizer.zero_grad()
-            mlp_loss(called, i).backward()
-            ours.step()
-        return snapshot(dict(model.state_dict())), ours.factors("0")
-
-    assert_same("under DistributedDataParallel", trained(True), trained(False))
+    ours = trained(wrapped=nn.parallel.DistributedDataParallel)
+    assert_same("under DistributedDataParallel", ours, trained())

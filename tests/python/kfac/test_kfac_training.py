@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import Stock
 from kfac_cases import (
+    MODELS,
     OFTEN,
     SELDOM,
     STEPS,
@@ -15,13 +16,12 @@ from kfac_cases import (
     adamw,
     agree,
     assert_close,
-    conv_loss,
-    conv_net,
-    gpt,
     gpt_loss,
+    mean_of,
     mlp,
     mlp_loss,
     played,
+    played_close,
     rows,
     same_bits,
     seen,
@@ -41,61 +41,38 @@ MODES = pytest.mark.parametrize("mode", (None, "forward"), ids=("stock", "fused"
 
 @MODES
 @pytest.mark.parametrize("sizes", ([4, 4, 4], [7, 1, 3]), ids=("equal", "unequal"))
-@pytest.mark.parametrize(("build", "loss_of"), [(mlp, mlp_loss), (conv_net, conv_loss)])
-def test_accumulation_of_micro_batches(build, loss_of, sizes, mode):
+@pytest.mark.parametrize("model", ("mlp", "conv net"))
+def test_accumulation_of_micro_batches(model, sizes, mode):
     """Each loss counts as its share of the batch."""
+    loss_of = MODELS[model][1]
 
-    def script(arrange):
-        model = build()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            for part, n in enumerate(sizes):
-                (loss_of(model, 3 * i + part, n) * (n / sum(sizes))).backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "2")
+    def losses(model, i):
+        for part, n in enumerate(sizes):
+            yield loss_of(model, 3 * i + part, n) * (n / sum(sizes))
 
-    agree(script, mode)
+    agree(training(model, loss=losses, names=("0", "2"), **SELDOM), mode)
 
 
-def test_micro_batches_are_the_whole_batch():
-    def script(parts):
-        def whole_or_cut(arrange):
-            model = mlp()
-            optimizer = adamw(model.parameters())
-            arranged = arrange(model, optimizer, **OFTEN)
-            for i in range(STEPS):
-                optimizer.zero_grad()
-                for x in rows(i, 12, 6).split(parts):
-                    (model(x).sin().square().mean() * len(x) / 12).backward()
-                arranged.step()
-            yield from seen(model, arranged, "0", "8")
+@pytest.mark.parametrize("parts", ([6, 6], [1, 4, 7]))
+def test_micro_batches_are_the_whole_batch(parts):
+    def of(parts):
+        def losses(model, i):
+            for x in rows(i, 12, 6).split(parts):
+                yield mean_of(model(x)) * len(x) / 12
 
-        return whole_or_cut
+        return training("mlp", adamw, losses, **OFTEN)
 
-    whole = played(script([12]), Ours)
-    for parts in ([6, 6], [1, 4, 7]):
-        for a, b in zip(played(script(parts), Ours), whole, strict=True):
-            assert_close(b[0], a[1], b[1])
+    played_close(of(parts), of([12]))
 
 
 def test_forward_passes_before_the_first_backward():
     """The order of the backward passes is another one than that of the forward passes."""
 
-    def script(arrange):
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            losses = [mlp_loss(model, 3 * i + part, 3 + part) for part in range(3)]
-            for loss in (losses[1], losses[2], losses[0]):
-                loss.backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "8")
+    def losses(model, i):
+        first, second, third = (mlp_loss(model, 3 * i + part, 3 + part) for part in range(3))
+        return second, third, first
 
-    agree(script)
+    agree(training("mlp", loss=losses, **SELDOM))
 
 
 # Checkpointing
@@ -107,61 +84,34 @@ def test_forward_passes_before_the_first_backward():
 def test_checkpointing_counts_once(reentrant, preserve, mode):
     options = {"use_reentrant": reentrant, "preserve_rng_state": preserve}
 
-    def script(arrange, checkpointed=True):
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = rows(i, 7, 6).requires_grad_()
-            if checkpointed:
-                y = checkpoint(model[:4], x, **options)
-                y = checkpoint(model[4:], y, **options)
-            else:
-                y = model(x)
-            y.sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "4", "8")
+    def plain(model, i):
+        return mean_of(model(rows(i, 7, 6).requires_grad_()))
 
-    ours, _ = agree(script, mode)
-    plain = played(lambda arrange: script(arrange, False), Ours)
-    for a, b in zip(ours, plain, strict=True):
-        assert_close(b[0], a[1], b[1])
+    def checkpointed(model, i):
+        y = checkpoint(model[:4], rows(i, 7, 6).requires_grad_(), **options)
+        return mean_of(checkpoint(model[4:], y, **options))
+
+    agree(training("mlp", loss=checkpointed, **SELDOM), mode)
+    played_close(*(training("mlp", loss=loss, **SELDOM) for loss in (checkpointed, plain)))
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpoints_within_checkpoints(reentrant):
-    def script(arrange):
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-
+    def loss(model, i):
         def outer(x):
             return model[6:](checkpoint(model[2:6], model[:2](x), use_reentrant=reentrant))
 
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = rows(i, 7, 6).requires_grad_()
-            checkpoint(outer, x, use_reentrant=reentrant).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "4", "8")
+        x = rows(i, 7, 6).requires_grad_()
+        return mean_of(checkpoint(outer, x, use_reentrant=reentrant))
 
-    agree(script)
+    agree(training("mlp", loss=loss, **SELDOM))
 
 
 def test_a_checkpointed_convolution_before_an_activation_in_place():
-    def script(arrange):
-        model = conv_net()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            y = checkpoint(model[:5], rows(i, 6, 2, 6, 6), use_reentrant=False)
-            model[5:](y).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "2", "4", "7")
+    def loss(model, i):
+        return mean_of(model[5:](checkpoint(model[:5], rows(i, 6, 2, 6, 6), use_reentrant=False)))
 
-    agree(script)
+    agree(training("conv net", loss=loss, **SELDOM))
 
 
 # Weights that are used several times
@@ -187,49 +137,31 @@ class Tied(nn.Module):
 @MODES
 @pytest.mark.parametrize("bias", (False, True))
 def test_tied_layers_are_one_layer(bias, mode):
-    def script(arrange):
-        model = Tied(bias).double()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            model(rows(i, 5, 6)).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "inner", "first")
+    def loss(model, i):
+        return mean_of(model(rows(i, 5, 6)))
 
-    agree(script, mode)
+    names = ("inner", "first")
+    agree(training(lambda: Tied(bias).double(), loss=loss, names=names, **SELDOM), mode)
 
 
 def test_a_convolution_that_is_used_twice():
-    def script(arrange):
-        model = nn.Conv2d(2, 2, 3, padding=1).double()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = rows(i, 4, 2, 5, 5)
-            model(torch.relu_(model(x))).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "")
+    def loss(model, i):
+        return mean_of(model(torch.relu_(model(rows(i, 4, 2, 5, 5)))))
 
-    agree(script)
+    def build():
+        return nn.Conv2d(2, 2, 3, padding=1).double()
+
+    agree(training(build, loss=loss, names=[""], **SELDOM))
 
 
 def test_the_number_of_uses_may_change():
-    def script(arrange):
-        model = mlp(width=6, layers=1)
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **OFTEN)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = rows(i, 5, 6)
-            for _ in range(i % 3):
-                x = torch.tanh(model[0](x))
-            model(x).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "2")
+    def loss(model, i):
+        x = rows(i, 5, 6)
+        for _ in range(i % 3):
+            x = torch.tanh(model[0](x))
+        return mean_of(model(x))
 
-    agree(script)
+    agree(training(lambda: mlp(width=6, layers=1), loss=loss, names=("0", "2"), **OFTEN))
 
 
 # Layers that contribute nothing
@@ -251,90 +183,75 @@ class Forked(nn.Module):
         return self.head(y)
 
 
+def forked(every, unseen, **options):
+    """Training in which `other` is seen in every second or third step only."""
+
+    def how(i):
+        return "module" if i % every == 0 else unseen
+
+    def keep(model, arranged, i):
+        grad = model.other.weight.grad
+        model.kept = None if grad is None else grad.clone()
+
+    def untouched(model, arranged, i):
+        if unseen == "product":
+            same = torch.equal(model.other.weight.grad, model.kept)
+            assert same == (how(i) == "product"), f"step {i}"
+        return ()
+
+    def loss(model, i):
+        return mean_of(model(rows(i, 5, 6), how(i)))
+
+    names = ("first", "other", "head")
+    return training(lambda: Forked().double(), sgd, loss, names, keep, untouched, **options)
+
+
 @MODES
 @pytest.mark.parametrize("unseen", ("none", "product"))
 def test_missing_layers_may_be_left_as_they_are(unseen, mode):
-    def script(arrange):
-        model = Forked().double()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **OFTEN, missing="skip")
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            how = "module" if i % 3 == 0 else unseen
-            model(rows(i, 5, 6), how).sin().square().mean().backward()
-            if unseen == "product":
-                before = model.other.weight.grad.clone()
-            arranged.step()
-            if unseen == "product":
-                untouched = torch.equal(model.other.weight.grad, before)
-                assert untouched == (how == "product"), f"step {i}"
-        yield from seen(model, arranged, "first", "other", "head")
-
-    agree(script, mode)
+    agree(forked(3, unseen, **OFTEN, missing="skip"), mode)
 
 
 def test_a_layer_may_be_missing_between_two_factor_steps():
-    def script(arrange):
-        model = Forked().double()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            how = "module" if i % 2 == 0 else "none"
-            model(rows(i, 5, 6), how).sin().square().mean().backward()
-            arranged.step()
-        yield from seen(model, arranged, "first", "other", "head")
-
-    agree(script)
+    agree(forked(2, "none", **SELDOM))
 
 
 # Passes that are not meant
 
 
-def test_evaluation_is_not_counted():
-    def script(arrange, evaluates=True):
-        model = gpt()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss = gpt_loss(model, i)
-            if evaluates:
-                with torch.no_grad() if i % 2 else torch.inference_mode():
-                    gpt_loss(model.eval(), 100 + i)
-                model.train()
-            loss.backward()
-            if evaluates:
-                with torch.no_grad():
-                    gpt_loss(model, 200 + i)
-            arranged.step()
-        yield from seen(model, arranged, "head", "blocks.0.qkv")
+def evaluating(model, i):
+    loss = gpt_loss(model, i)
+    with torch.no_grad() if i % 2 else torch.inference_mode():
+        gpt_loss(model.eval(), 100 + i)
+    model.train()
+    return loss
 
-    agree(script)
-    same_bits(script, lambda arrange: script(arrange, False))
+
+def evaluated(model, arranged, i):
+    with torch.no_grad():
+        gpt_loss(model, 200 + i)
+
+
+def test_evaluation_is_not_counted():
+    looks = training("gpt", sgd, evaluating, before_step=evaluated, **SELDOM)
+    agree(looks)
+    same_bits(looks, training("gpt", **SELDOM))
 
 
 @pytest.mark.parametrize("what", ("backward", "forward", "both"))
 def test_discarded_passes_are_not_counted(what):
-    def script(arrange, looks=True):
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        arranged = arrange(model, optimizer, **SELDOM)
-        for i in range(STEPS):
-            if looks:
-                loss = mlp_loss(model, 100 + i)
-                if what != "forward":
-                    loss.backward()
-                if what != "backward":
-                    mlp_loss(model, 200 + i)
-                arranged.discard()
-            optimizer.zero_grad()
-            mlp_loss(model, i).backward()
-            arranged.step()
-        yield from seen(model, arranged, "0", "8")
+    def discard(model, arranged, i):
+        loss = mlp_loss(model, 101 + i)
+        if what != "forward":
+            loss.backward()
+        if what != "backward":
+            mlp_loss(model, 201 + i)
+        arranged.discard()
+        return ()
 
-    agree(script)
-    same_bits(script, lambda arrange: script(arrange, False))
+    looks = training("mlp", after_step=discard, **SELDOM)
+    agree(looks)
+    same_bits(looks, training("mlp", **SELDOM))
 
 
 # Beside other parts of optfuse
