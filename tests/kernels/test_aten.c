@@ -3,7 +3,7 @@
  * would. Compiled for each of the two types; kernel_check compares rows that all
  * use these functions, and can't see it. */
 #define OF_REAL_FLOAT
-#include <check.h>
+#include "suite.h"
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -29,7 +29,7 @@ static bool is_rounded(uint32_t bits) {
     return of_bits_of_float(ours) == of_bits_of_float(stored);
 }
 
-START_TEST(rounding_is_that_of_memory) {
+TEST(rounding_is_that_of_memory) {
     /* Every sign, exponent and upper mantissa with lower bits around the ties. */
     static const uint32_t low[] = {0, 1, 0xfff, 0x1000, 0x1001, 0x1fff};
     for (uint32_t high = 0; high < 1u << 19; high++)
@@ -38,18 +38,16 @@ START_TEST(rounding_is_that_of_memory) {
                 ck_abort_msg("the float of bits %08" PRIx32 " is rounded wrongly",
                              high << 13 | low[i]);
 }
-END_TEST
 
-START_TEST(numbers_that_are_in_memory_stay) {
+TEST(numbers_that_are_in_memory_stay) {
     for (uint32_t stored = 0; stored < 1u << 16; stored++) {
         const float x = WIDEN((uint16_t)stored), ours = aten_round(x);
         if (x == x && of_bits_of_float(ours) != of_bits_of_float(x))
             ck_abort_msg("%04" PRIx32 " is rounded to %a", stored, (double)ours);
     }
 }
-END_TEST
 
-START_TEST(add_rounds_its_factor_to_the_type_in_memory) {
+TEST(add_rounds_its_factor_to_the_type_in_memory) {
     const double almost_one = 1.0 + 0.49 * ((double)just_above_one - 1.0);
     const float next = 1.5f + (just_above_one - 1.0f);
     ck_assert_float_eq(aten_add(whole, 0.0f, 1.5f, almost_one), 1.5f);
@@ -57,9 +55,8 @@ START_TEST(add_rounds_its_factor_to_the_type_in_memory) {
     ck_assert_float_eq(aten_addcmul(whole, 0.0f, 1.5f, 1.0f, almost_one), next);
     ck_assert_float_eq(aten_add_number(0.0f, 1.0 / 3), third);
 }
-END_TEST
 
-START_TEST(add_rounds_the_product_too_in_the_tail_and_without_fma) {
+TEST(add_rounds_the_product_too_in_the_tail_and_without_fma) {
     /* The square of 1 + 2u is 1 + 4u and a little: rounded by itself, nothing is
      * left when 1 + 4u is subtracted. */
     const float x = just_above_one, square = aten_round(x * x);
@@ -73,37 +70,17 @@ START_TEST(add_rounds_the_product_too_in_the_tail_and_without_fma) {
     ck_assert_float_eq(aten_add(tail, -square, x, (double)x), 0.0f);
     ck_assert_float_eq(aten_add(plain, -square, x, (double)x), 0.0f);
 }
-END_TEST
 
-START_TEST(lerp_ends_at_a_zero_whose_sign_the_tail_changes) {
+TEST(lerp_ends_at_a_zero_whose_sign_the_tail_changes) {
     ck_assert(!signbit(aten_lerp(whole, -1.0f, -0.0f, 1.0)));
     ck_assert(signbit(aten_lerp(tail, -1.0f, -0.0f, 1.0)));
 }
-END_TEST
 
-START_TEST(a_maximum_with_nan_is_nan_and_a_sign_of_nan_is_zero) {
+TEST(a_maximum_with_nan_is_nan_and_a_sign_of_nan_is_zero) {
     ck_assert(isnan(aten_maximum(NAN, 1.0f)) && isnan(aten_maximum(1.0f, NAN)));
     ck_assert_float_eq(aten_maximum(1.0f, 2.0f), 2.0f);
     ck_assert_float_eq(aten_sign(NAN), 0.0f);
     ck_assert_float_eq(aten_sign(-3.0f), -1.0f);
     ck_assert(isnan(aten_clamp(NAN, 0.0, 1.0)));
     ck_assert_float_eq(aten_clamp(2.0f, 0.0, 1.0 / 3), third);
-}
-END_TEST
-
-int main(void) {
-    TCase *tests = tcase_create("operators");
-    tcase_add_test(tests, rounding_is_that_of_memory);
-    tcase_add_test(tests, numbers_that_are_in_memory_stay);
-    tcase_add_test(tests, add_rounds_its_factor_to_the_type_in_memory);
-    tcase_add_test(tests, add_rounds_the_product_too_in_the_tail_and_without_fma);
-    tcase_add_test(tests, lerp_ends_at_a_zero_whose_sign_the_tail_changes);
-    tcase_add_test(tests, a_maximum_with_nan_is_nan_and_a_sign_of_nan_is_zero);
-    Suite *suite = suite_create("aten");
-    suite_add_tcase(suite, tests);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* A division by a known number must be the CPU's own division, bit for bit. */
-#include <check.h>
+#include "suite.h"
 #include <float.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -36,6 +36,11 @@ static uint64_t random_bits(void) {
     return state >> 11 | state << 53;
 }
 
+__attribute__((constructor)) static void needs_fma(void) {
+    if (!__builtin_cpu_supports("fma"))
+        exit(77); /* skipped */
+}
+
 /* From 1 to 4, one after the other or, where there are too many, at random. */
 static of_real numerator(uint64_t i) {
     const of_bits one = (of_bits)(SIGNIFICAND == 23 ? 0x7f : 0x3ff) << SIGNIFICAND;
@@ -69,7 +74,7 @@ static long differing(of_real by, bool corrected) {
     return count;
 }
 
-START_TEST(every_quotient_is_that_of_a_division) {
+TEST(every_quotient_is_that_of_a_division) {
     long without = 0;
     for (int i = 0; i < DIVISORS; i++) {
         const of_real by = divisor(i);
@@ -79,9 +84,8 @@ START_TEST(every_quotient_is_that_of_a_division) {
     }
     ck_assert_msg(without > NUMBERS / 16, "the product alone is as good: nothing is tested");
 }
-END_TEST
 
-START_TEST(the_ends_of_the_range_and_what_is_no_number) {
+TEST(the_ends_of_the_range_and_what_is_no_number) {
     const of_real ends[] = {0, of_square_root(LEAST), of_square_root(MOST), (of_real)INFINITY,
                             (of_real)NAN};
     for (int i = 0; i < DIVISORS; i++) {
@@ -93,29 +97,4 @@ START_TEST(the_ends_of_the_range_and_what_is_no_number) {
                           (double)ends[k], (double)by, (double)q);
         }
     }
-}
-END_TEST
-
-static bool has_fma(void) {
-#if defined(__x86_64__) && defined(__GNUC__)
-    return __builtin_cpu_supports("fma");
-#else
-    return false;
-#endif
-}
-
-int main(void) {
-    if (!has_fma())
-        return 77; /* skipped */
-    TCase *cases = tcase_create("division");
-    tcase_set_timeout(cases, 120);
-    tcase_add_test(cases, every_quotient_is_that_of_a_division);
-    tcase_add_test(cases, the_ends_of_the_range_and_what_is_no_number);
-    Suite *suite = suite_create("divide");
-    suite_add_tcase(suite, cases);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_NORMAL);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -3,7 +3,7 @@
  * between guard pages. */
 #include "packing.h"
 
-#include <check.h>
+#include "suite.h"
 #include <math.h>
 #include <stdlib.h>
 
@@ -27,7 +27,7 @@ static void check_sizes(const of_packing_row *row, packing_memory pair[2], const
         }
 }
 
-START_TEST(every_row_gives_the_bits_of_the_c_row) {
+TEST(every_row_gives_the_bits_of_the_c_row) {
     size_t small[SMALL + 1];
     for (size_t d = 0; d <= SMALL; d++)
         small[d] = d;
@@ -46,13 +46,12 @@ START_TEST(every_row_gives_the_bits_of_the_c_row) {
     for (int i = 0; i < 4; i++)
         packing_memory_destroy(&pairs[i / 2][i % 2]);
 }
-END_TEST
 
 /* Sizes for the C row: each element by its formula, its place counted one by one. volatile: every
  * product and every sum is rounded. */
 enum { D = 5, LD = 7, PACKED = D * (D + 1) / 2, MATRIX = (D - 1) * LD + D };
 
-START_TEST(a_sum_is_rounded_after_each_operation) {
+TEST(a_sum_is_rounded_after_each_operation) {
     const of_packing_row *single = of_packing_find(OF_FLOAT32, OF_ISA_C);
     const of_packing_row *wide = of_packing_find(OF_FLOAT64, OF_ISA_C);
     float matrix[MATRIX], packed[PACKED], before[PACKED];
@@ -75,9 +74,8 @@ START_TEST(a_sum_is_rounded_after_each_operation) {
         }
     ck_assert_int_eq(at, PACKED);
 }
-END_TEST
 
-START_TEST(a_running_average_is_rounded_after_each_operation) {
+TEST(a_running_average_is_rounded_after_each_operation) {
     enum { N = 40 };
     float running[N], sums[N], before[N];
     double running_wide[N], sums_wide[N], before_wide[N];
@@ -96,9 +94,8 @@ START_TEST(a_running_average_is_rounded_after_each_operation) {
         ck_assert(running[i] == sum && running_wide[i] == sum_wide);
     }
 }
-END_TEST
 
-START_TEST(a_matrix_is_unpacked_to_both_halves_and_damped_on_its_diagonal) {
+TEST(a_matrix_is_unpacked_to_both_halves_and_damped_on_its_diagonal) {
     float matrix[MATRIX], packed[PACKED];
     for (int i = 0; i < MATRIX; i++)
         matrix[i] = -1;
@@ -115,11 +112,10 @@ START_TEST(a_matrix_is_unpacked_to_both_halves_and_damped_on_its_diagonal) {
     for (int i = 0; i < MATRIX; i++)
         ck_assert(i % LD < D || matrix[i] == -1); /* between the rows */
 }
-END_TEST
 
 /* (1 + 2^-12)^2 is 1 + 2^-11 as a float, and 2^-24 more in a fused multiply-add, whichever of the
  * two products it takes. */
-START_TEST(no_row_fuses_a_product_into_a_sum) {
+TEST(no_row_fuses_a_product_into_a_sum) {
     enum { SIDE = 45, N = SIDE * (SIDE + 1) / 2 };
     static float running[N], packed[N], factor[SIDE * SIDE];
     const float number = 1 + 0x1p-12f, square = 1 + 0x1p-11f;
@@ -139,9 +135,8 @@ START_TEST(no_row_fuses_a_product_into_a_sum) {
                           of_isa_name(row->isa), i, (double)running[i], (double)packed[i]);
     }
 }
-END_TEST
 
-START_TEST(there_are_rows_of_the_types_that_factors_have) {
+TEST(there_are_rows_of_the_types_that_factors_have) {
     for (int isa = 0; isa < OF_ISA_COUNT; isa++) {
         for (int dtype = OF_FLOAT32; dtype <= OF_FLOAT64; dtype++) {
             const of_packing_row *row = of_packing_find((of_dtype)dtype, (of_isa)isa);
@@ -152,33 +147,12 @@ START_TEST(there_are_rows_of_the_types_that_factors_have) {
     }
     ck_assert_int_eq(of_packing_find(OF_FLOAT32, of_isa_detect())->isa, of_isa_detect());
 }
-END_TEST
 
-START_TEST(a_triangle_has_half_of_the_elements_and_half_of_the_diagonal) {
+TEST(a_triangle_has_half_of_the_elements_and_half_of_the_diagonal) {
     size_t sum = 0;
     for (size_t d = 0; d < 100; d++) {
         sum += d;
         ck_assert_uint_eq(of_packed_elements(d), sum);
     }
     ck_assert_uint_eq(of_packed_elements(4608), 10619136);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("packing");
-    TCase *rows = tcase_create("rows");
-    tcase_set_timeout(rows, 60);
-    tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
-    tcase_add_test(rows, a_sum_is_rounded_after_each_operation);
-    tcase_add_test(rows, a_running_average_is_rounded_after_each_operation);
-    tcase_add_test(rows, a_matrix_is_unpacked_to_both_halves_and_damped_on_its_diagonal);
-    tcase_add_test(rows, no_row_fuses_a_product_into_a_sum);
-    tcase_add_test(rows, there_are_rows_of_the_types_that_factors_have);
-    tcase_add_test(rows, a_triangle_has_half_of_the_elements_and_half_of_the_diagonal);
-    suite_add_tcase(suite, rows);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <check.h>
+#include "suite.h"
 
 #include "program.h"
 
@@ -21,7 +21,7 @@ static const char *check(const of_instruction *code, size_t n, of_program *progr
     return of_program_check(program);
 }
 
-START_TEST(what_is_in_memory_is_read_or_written) {
+TEST(what_is_in_memory_is_read_or_written) {
     const of_instruction code[] = {
         {OP(mul_number), T, G, 0, 0, 2.0, 0.0}, {OP(lerp), S, S, T, 0, 0.1, 0.0},
         {OP(fill), S + 1, 0, 0, 0, 0.0, 0.0},   {OP(add), S + 1, S + 1, S, 0, 1.0, 0.0},
@@ -32,9 +32,8 @@ START_TEST(what_is_in_memory_is_read_or_written) {
     ck_assert_uint_eq(program.reads, 1u << P | 1u << G | 1u << S);
     ck_assert_uint_eq(program.writes, 1u << P | 1u << S | 1u << (S + 1));
 }
-END_TEST
 
-START_TEST(what_cannot_run_is_refused) {
+TEST(what_cannot_run_is_refused) {
     of_program program;
     const of_instruction unknown[] = {{OF_OPERATORS, P, P, 0, 0, 0.0, 0.0}};
     const of_instruction far[] = {{OP(copy), OF_REGISTERS, P, 0, 0, 0.0, 0.0}};
@@ -48,9 +47,8 @@ START_TEST(what_cannot_run_is_refused) {
     ck_assert_ptr_nonnull(check(unread, 1, &program));
     ck_assert_ptr_null(check(NULL, 0, &program));
 }
-END_TEST
 
-START_TEST(pairs_become_one) {
+TEST(pairs_become_one) {
     of_instruction code[] = {
         {OP(mul_number), S, S, 0, 0, 0.9, 0.0},
         {OP(add), S, S, G, 0, 0.1, 0.0},
@@ -68,9 +66,8 @@ START_TEST(pairs_become_one) {
     ck_assert(code[2].a == S + 1 && code[2].to == T && code[2].t == 0.5 && code[2].s == 1e-8);
     ck_assert_int_eq(code[3].operation, OP(addcdiv));
 }
-END_TEST
 
-START_TEST(pairs_stay_two_where_the_first_result_is_used_again) {
+TEST(pairs_stay_two_where_the_first_result_is_used_again) {
     of_instruction other[] = {{OP(mul_number), T, S, 0, 0, 0.9, 0.0},
                               {OP(add), P, T, G, 0, 0.1, 0.0}};
     of_instruction twice[] = {{OP(mul_number), S, S, 0, 0, 0.9, 0.0},
@@ -81,7 +78,6 @@ START_TEST(pairs_stay_two_where_the_first_result_is_used_again) {
     ck_assert_uint_eq(of_program_fuse(twice, 2), 2);
     ck_assert_uint_eq(of_program_fuse(square, 2), 2);
 }
-END_TEST
 
 static of_program program_of(of_instruction *code, size_t n) {
     of_program program = {.code = code, .n = n};
@@ -107,7 +103,7 @@ static void expect_same_bits(of_dtype dtype, of_program *a, of_program *b) {
     ck_assert_int_eq(memcmp(memory[0], memory[1], sizeof memory[0]), 0);
 }
 
-START_TEST(joined_pairs_have_the_bits_of_two) {
+TEST(joined_pairs_have_the_bits_of_two) {
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++) {
         of_instruction two[] = {
             {OP(mul_number), S, S, 0, 0, 0.9, 0.0},  {OP(add), S, S, G, 0, 0.1, 0.0},
@@ -119,21 +115,4 @@ START_TEST(joined_pairs_have_the_bits_of_two) {
         ck_assert_uint_eq(b.n, 3);
         expect_same_bits((of_dtype)dtype, &a, &b);
     }
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("program");
-    TCase *tests = tcase_create("programs");
-    tcase_add_test(tests, what_is_in_memory_is_read_or_written);
-    tcase_add_test(tests, what_cannot_run_is_refused);
-    tcase_add_test(tests, pairs_become_one);
-    tcase_add_test(tests, pairs_stay_two_where_the_first_result_is_used_again);
-    tcase_add_test(tests, joined_pairs_have_the_bits_of_two);
-    suite_add_tcase(suite, tests);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed != 0;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The rows that multiply gradients and those that find their norms: what the
  * plain C row computes, and that all others give its bits, between guard pages. */
-#include <check.h>
+#include "suite.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,7 +41,7 @@ static bool agrees(const of_scale_row *row, arrays *mine, arrays *theirs, bool i
            arrays_intact(theirs);
 }
 
-START_TEST(every_row_gives_the_bits_of_the_c_row) {
+TEST(every_row_gives_the_bits_of_the_c_row) {
     arrays mine, theirs;
     arrays_create(&mine, MOST * sizeof(double));
     arrays_create(&theirs, MOST * sizeof(double));
@@ -60,9 +60,8 @@ START_TEST(every_row_gives_the_bits_of_the_c_row) {
     arrays_destroy(&mine);
     arrays_destroy(&theirs);
 }
-END_TEST
 
-START_TEST(each_product_is_rounded_to_the_element_type) {
+TEST(each_product_is_rounded_to_the_element_type) {
     const double factors[] = {1.0 / 3, 0.7};
     const float third = (float)factors[0], other = (float)factors[1];
     const float wide = 1.7f;
@@ -86,14 +85,12 @@ START_TEST(each_product_is_rounded_to_the_element_type) {
     volatile double real_once = real * factors[0];
     ck_assert(twice == real_once * factors[1]);
 }
-END_TEST
 
-START_TEST(there_is_a_row_for_every_dtype_and_isa) {
+TEST(there_is_a_row_for_every_dtype_and_isa) {
     for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
         for (int isa = 0; isa < OF_ISA_COUNT; isa++)
             ck_assert(of_scale_find((of_dtype)dtype, (of_isa)isa) != NULL);
 }
-END_TEST
 
 static bool is_same(const of_norm *a, const of_norm *b) {
     return (a->norm == b->norm || (isnan(a->norm) && isnan(b->norm))) && a->finite == b->finite;
@@ -129,7 +126,7 @@ static bool norms_agree(size_t order, of_isa isa, arrays *a, bool special, uint6
     return agree && arrays_intact(a);
 }
 
-START_TEST(every_norm_has_the_bits_of_the_c_one) {
+TEST(every_norm_has_the_bits_of_the_c_one) {
     arrays a;
     arrays_create(&a, MOST * sizeof(double));
     for (size_t order = 0; of_norm_orders[order]; order++)
@@ -141,7 +138,6 @@ START_TEST(every_norm_has_the_bits_of_the_c_one) {
         }
     arrays_destroy(&a);
 }
-END_TEST
 
 static double number_at(const unsigned char *at, of_dtype dtype) {
     double wide;
@@ -178,7 +174,7 @@ static double fill_and_find(arrays *a, bool special, uint64_t *random) {
     return most;
 }
 
-START_TEST(the_largest_is_found_in_every_dtype) {
+TEST(the_largest_is_found_in_every_dtype) {
     arrays a;
     uint64_t random = 13;
     arrays_create(&a, MOST * sizeof(double));
@@ -196,22 +192,4 @@ START_TEST(the_largest_is_found_in_every_dtype) {
             ck_assert(arrays_intact(&a));
         }
     arrays_destroy(&a);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("scale");
-    TCase *rows = tcase_create("rows");
-    tcase_set_timeout(rows, 60); // under sanitizers, on a busy machine
-    tcase_add_test(rows, every_row_gives_the_bits_of_the_c_row);
-    tcase_add_test(rows, each_product_is_rounded_to_the_element_type);
-    tcase_add_test(rows, every_norm_has_the_bits_of_the_c_one);
-    tcase_add_test(rows, the_largest_is_found_in_every_dtype);
-    tcase_add_test(rows, there_is_a_row_for_every_dtype_and_isa);
-    suite_add_tcase(suite, rows);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -4,10 +4,8 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "cuda/cuda_kernels.h"
-#include "fixture.h"
 #include "scale.h"
 
 enum { HOST = FAKE_STREAMS };
@@ -262,4 +260,41 @@ twin *add_on_device(fixture *f, int64_t numel, size_t group) {
     twin *t = add_to_group(f, numel, group);
     t->tensor->device = OF_CUDA;
     return t;
+}
+
+void add_some_on_device(fixture *f, size_t n, int64_t numel) {
+    for (size_t i = 0; i < n; i++)
+        add_on_device(f, numel, 0);
+}
+
+twin *pending_on_device(fixture *f, int64_t numel) {
+    twin *t = add_on_device(f, numel, 0);
+    backward(t);
+    step(f);
+    return t;
+}
+
+void go_to_stream(int stream) {
+    fake_timeline_wait(&device.timeline, stream, 0);
+    device.current = stream;
+}
+
+void use_there(const twin *t) {
+    fake_operator(t->tensor->param, false, "use");
+}
+
+void expect_no_race(void) {
+    ck_assert_msg(device.timeline.races == 0, "%d races, first: %s", device.timeline.races,
+                  device.timeline.first_race);
+}
+
+void teardown_on_device(fixture *f) {
+    memset(device.capture, 0, sizeof device.capture);
+    expect_no_race();
+    for (size_t i = 0; i < f->n; i++) {
+        fake_buffer_release(f->twins[i].tensor->factor);
+        f->twins[i].tensor->factor = NULL;
+    }
+    teardown(f);
+    ck_assert_int_eq(device.events, 0);
 }

@@ -7,7 +7,7 @@
 #ifndef FAKE_DEVICE_H
 #define FAKE_DEVICE_H
 
-#include "fake_host.h"
+#include "fixture.h"
 
 enum { FAKE_STREAMS = 3, FAKE_CLOCKS = FAKE_STREAMS + 1 /* the host's */ };
 
@@ -63,13 +63,23 @@ void fake_device_reset(void);
 /* Lets the host have updates on the device; tensors go there one by one. */
 void fake_device_attach(fake_host *host);
 /* A plan of a host with a device, and parameters on it. */
-struct fixture *setup_on_device(of_mode mode, size_t bucket_bytes);
-struct twin *add_on_device(struct fixture *f, int64_t numel, size_t group);
+fixture *setup_on_device(of_mode mode, size_t bucket_bytes);
+twin *add_on_device(fixture *f, int64_t numel, size_t group);
+void add_some_on_device(fixture *f, size_t n, int64_t numel);
+twin *pending_on_device(fixture *f, int64_t numel);
+void expect_no_race(void);
+/* Ends captures, and sees that there was no race and that no event is left. */
+void teardown_on_device(fixture *f);
+#define ON_DEVICE(name, mode, bucket_bytes)                                                        \
+    WITH(name, setup_on_device(mode, bucket_bytes), teardown_on_device)
 
 /* Where an update made now belongs. */
 of_stream fake_home(void);
 
+/* This stream waits for stream 0 and is the current one from now on. */
+void go_to_stream(int stream);
 /* The current stream uses a buffer, as an operator would: accesses it first. */
 void fake_operator(fake_buffer *buffer, bool write, const char *name);
+void use_there(const twin *t); /* reads its parameter */
 
 #endif

@@ -4,7 +4,6 @@
 
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "random_bits.h"
 
@@ -52,12 +51,12 @@ static fixture *make(fake_host *host, of_mode mode, size_t bucket_bytes) {
     /* lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled */
     static const double adamw[] = {1e-2, 0.9, 0.999, 1e-8, 1e-2, 0, 0, 1};
     static const double adam[] = {3e-3, 0.8, 0.99, 1e-6, 0, 0, 0, 0};
-    ck_assert_int_eq(of_plan_create(&host->table, "adam", &options, &f->plan), OF_OK);
+    OK(of_plan_create(&host->table, "adam", &options, &f->plan));
     memcpy(f->hyper[0], adamw, sizeof adamw);
     memcpy(f->hyper[1], adam, sizeof adam);
     size_t n_hyper = of_plan_rule(f->plan)->n_hyper;
     for (size_t group = 0; group < 2; group++)
-        ck_assert_int_eq(of_plan_set_group(f->plan, group, f->hyper[group], n_hyper), OF_OK);
+        OK(of_plan_set_group(f->plan, group, f->hyper[group], n_hyper));
     return f;
 }
 
@@ -95,7 +94,7 @@ void teardown_unchecked(fixture *f) {
 }
 
 void teardown(fixture *f) {
-    ck_assert_msg(end_pass(f) == OF_OK, "%s", of_error_message());
+    OK(end_pass(f));
     for (size_t i = 0; i < f->n; i++)
         check_twin(&f->twins[i]);
     of_plan_flush(f->plan);
@@ -121,7 +120,7 @@ twin *add_tensor(fixture *f, fake_tensor *tensor, size_t group, bool eager) {
     for (size_t i = 0; i < tensor->n_state; i++)
         t->state[i] = copy_of(tensor->state[i]);
     tensor->owned = true;
-    ck_assert_int_eq(of_plan_add_slot(f->plan, tensor, group, eager, &t->slot), OF_OK);
+    OK(of_plan_add_slot(f->plan, tensor, group, eager, &t->slot));
     return t;
 }
 
@@ -133,6 +132,11 @@ static twin *add_any(fixture *f, int64_t numel, of_dtype dtype, size_t group, bo
 
 twin *add(fixture *f, int64_t numel) {
     return add_any(f, numel, OF_FLOAT32, 0, false);
+}
+
+void add_some(fixture *f, size_t n, int64_t numel) {
+    for (size_t i = 0; i < n; i++)
+        add(f, numel);
 }
 
 twin *add_to_group(fixture *f, int64_t numel, size_t group) {
@@ -187,8 +191,7 @@ of_pass *begin_pass(fixture *f) {
     static atomic_uint_least64_t token = OF_NO_TOKEN;
     of_pass *pass = NULL;
     bool first = false;
-    ck_assert_msg(of_pass_begin(f->plan, ++token, &pass, &first) == OF_OK, "%s",
-                  of_error_message());
+    OK(of_pass_begin(f->plan, ++token, &pass, &first));
     ck_assert(first);
     return pass;
 }
@@ -209,20 +212,42 @@ of_status end_pass(fixture *f) {
     return status;
 }
 
+void backward_expected(fixture *f) {
+    backward_all(f);
+    for (size_t i = 0; i < f->n; i++)
+        expect_update(f, &f->twins[i]);
+}
+
 void step(fixture *f) {
-    ck_assert_msg(end_pass(f) == OF_OK, "%s", of_error_message());
+    OK(end_pass(f));
     for (size_t i = 0; i < f->n; i++)
         if (f->twins[i].tensor->grad)
             expect_update(f, &f->twins[i]);
     size_t n_needs = 1;
-    ck_assert_msg(of_plan_step(f->plan, NULL, 0, &n_needs) == OF_OK, "%s", of_error_message());
+    OK(of_plan_step(f->plan, NULL, 0, &n_needs));
     ck_assert_uint_eq(n_needs, 0);
+}
+
+void train(fixture *f) {
+    backward_all(f);
+    step(f);
+}
+
+twin *pending(fixture *f, int64_t numel) {
+    twin *t = add(f, numel);
+    backward(t);
+    step(f);
+    return t;
+}
+
+void step_only(fixture *f) {
+    OK(of_plan_step(f->plan, NULL, 0, NULL));
 }
 
 void gradient(fixture *f, twin *t) {
     backward(t);
     expect_update(f, t);
-    ck_assert_msg(ready(f, t->slot) == OF_OK, "%s", of_error_message());
+    OK(ready(f, t->slot));
 }
 
 bool launched(const twin *t) {
@@ -249,20 +274,11 @@ void check_twin(const twin *t) {
 
 void set_lr(fixture *f, size_t group, double lr) {
     f->hyper[group][0] = lr;
-    ck_assert_int_eq(
-        of_plan_set_group(f->plan, group, f->hyper[group], of_plan_rule(f->plan)->n_hyper), OF_OK);
+    OK(of_plan_set_group(f->plan, group, f->hyper[group], of_plan_rule(f->plan)->n_hyper));
 }
 
 of_counts counts(const fixture *f) {
     of_counts c;
     of_plan_counts(f->plan, &c);
     return c;
-}
-
-int run(Suite *suite) {
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_NORMAL);
-    int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed != 0;
 }

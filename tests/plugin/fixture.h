@@ -5,9 +5,10 @@
 #ifndef FIXTURE_H
 #define FIXTURE_H
 
-#include <check.h>
+#include <string.h>
 
 #include "fake_host.h"
+#include "suite.h"
 
 enum { MAX_TWINS = 64 };
 
@@ -43,6 +44,7 @@ void teardown_unchecked(fixture *f);
 
 /* Adds a float32 parameter of random values and returns its twin. */
 twin *add(fixture *f, int64_t numel);
+void add_some(fixture *f, size_t n, int64_t numel); /* n of them */
 twin *add_to_group(fixture *f, int64_t numel, size_t group);
 twin *add_eager(fixture *f, int64_t numel);
 twin *add_dtype(fixture *f, int64_t numel, of_dtype dtype);
@@ -51,12 +53,16 @@ twin *add_tensor(fixture *f, fake_tensor *tensor, size_t group, bool eager);
 /* Gives a random gradient to one parameter, or to all. */
 void backward(twin *t);
 void backward_all(fixture *f);
+void backward_expected(fixture *f); /* and updates the yardsticks at once */
 
 /* The yardstick's update of one twin, from its tensor's present gradient. */
 void expect_update(fixture *f, twin *t);
 void expect_update_at(twin *t, void *param, void **state);
 /* optimizer.step() of plan and twins, after the end of the pass; must succeed. */
 void step(fixture *f);
+void train(fixture *f);                   /* the same, with new gradients for all */
+twin *pending(fixture *f, int64_t numel); /* a new one, whose update step() leaves pending */
+void step_only(fixture *f);               /* of the plan, whose twins are as they shall be */
 /* Backward mode: gives a gradient and says that it is complete, in the pass under way or a
  * new one. */
 void gradient(fixture *f, twin *t);
@@ -73,6 +79,27 @@ bool launched(const twin *t);
 
 void set_lr(fixture *f, size_t group, double lr);
 of_counts counts(const fixture *f);
-int run(Suite *suite); /* for main(): 0 if all passed */
+
+/* A test that is given a fixture, made and ended by these. */
+#define WITH(name, made, end)                                                                      \
+    static void name##_with(fixture *f);                                                           \
+    TEST(name) {                                                                                   \
+        fixture *f = made;                                                                         \
+        name##_with(f);                                                                            \
+        end(f);                                                                                    \
+    }                                                                                              \
+    static void name##_with(fixture *f)
+#define FORWARD(name) WITH(name, setup(OF_FORWARD, OF_BUCKET_NONE), teardown)
+#define BACKWARD(name, bucket_bytes) WITH(name, setup(OF_BACKWARD, bucket_bytes), teardown)
+
+/* The call's status, and of a failure some of its words. */
+#define OK(call) ck_assert_msg((call) == OF_OK, "%s", of_error_message())
+#define FAILS(status, call, words)                                                                 \
+    do {                                                                                           \
+        ck_assert_int_eq(call, status);                                                            \
+        ck_assert_msg(strstr(of_error_message(), words), "\"%s\" lacks \"%s\"",                    \
+                      of_error_message(), words);                                                  \
+    } while (0)
+#define INVALID(call, words) FAILS(OF_INVALID, call, words)
 
 #endif

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Averages that are made by the launch of the parameter's update. */
-#include <string.h>
-
 #include "fixture.h"
 #include "floating.h"
 
@@ -27,7 +25,7 @@ static void begin(void) {
 }
 
 static void end(void) {
-    ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+    OK(of_plan_flush(f->plan));
     ck_assert_int_eq(average->refs, 1);
     fake_buffer_release(average);
     teardown(f);
@@ -50,8 +48,7 @@ static bool behind(of_average a) {
 static void begin_with_a_pending_average(void) {
     begin();
     memcpy(before, average->data, sizeof before);
-    backward_all(f);
-    step(f);
+    train(f);
     ck_assert(behind(of_tensor(t->tensor)));
 }
 
@@ -68,101 +65,63 @@ static void expect_average(const void *param) {
     ck_assert_mem_eq(fake_use(average, false), expected, sizeof expected);
 }
 
-START_TEST(launch_makes_the_average_of_the_updated_parameter) {
-    begin_with_a_pending_average();
+/* Tests in which an average is pending, or none yet. */
+#define PENDING(name) AROUND(name, begin_with_a_pending_average(), end())
+#define NONE_YET(name) AROUND(name, begin(), end())
+
+PENDING(launch_makes_the_average_of_the_updated_parameter) {
     ck_assert_mem_eq(average->data, before, sizeof before); /* not yet */
     fake_use(t->tensor->param, false);
     expect_average(t->param);
     ck_assert_uint_eq(counts(f).averages, 1);
-    end();
 }
-END_TEST
 
-START_TEST(use_of_the_average_launches) {
-    begin_with_a_pending_average();
+PENDING(use_of_the_average_launches) {
     expect_average(t->param);
-    ck_assert(launched(t));
-    ck_assert(!of_any_pending());
-    end();
+    ck_assert(launched(t) && !of_any_pending());
 }
-END_TEST
 
-START_TEST(next_step_makes_it_before_its_own_update) {
+PENDING(next_step_makes_it_before_its_own_update) {
     float param[NUMEL];
-    begin_with_a_pending_average();
     memcpy(param, t->param, sizeof param);
-    backward_all(f);
-    step(f);
+    train(f);
     expect_average(param);
-    end();
 }
-END_TEST
 
-START_TEST(a_record_that_is_used_again_has_no_average) {
-    begin();
-    for (int i = 0; i < 2; i++) {
-        memcpy(before, average->data, sizeof before);
-        backward_all(f);
-        step(f);
-        if (i == 0)
-            ck_assert(behind(of_tensor(t->tensor)));
-        ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
-    }
+PENDING(a_record_that_is_used_again_has_no_average) {
+    OK(of_plan_flush(f->plan));
+    memcpy(before, average->data, sizeof before);
+    train(f);
+    OK(of_plan_flush(f->plan));
     ck_assert_mem_eq(average->data, before, sizeof before);
-    end();
 }
-END_TEST
 
-START_TEST(refused_where_the_caller_has_to_make_it) {
-    begin();
-    ck_assert(!behind(of_tensor(t->tensor))); /* nothing is pending */
-    backward_all(f);
-    step(f);
-    of_average wrong = of_tensor(t->tensor);
-    wrong.numel--;
-    ck_assert(!behind(wrong));
-    wrong = of_tensor(t->tensor);
-    wrong.dtype = OF_FLOAT64;
-    ck_assert(!behind(wrong));
-    wrong = of_tensor(t->tensor);
-    wrong.param_key = t->tensor->state[0];
-    ck_assert(!behind(wrong));
-    wrong = of_tensor(t->tensor);
-    wrong.key = t->tensor->grad; /* the update has it already */
-    ck_assert(!behind(wrong));
-    ck_assert(behind(of_tensor(t->tensor)));
-    ck_assert(!behind(of_tensor(t->tensor))); /* it has one */
+NONE_YET(refused_where_the_caller_has_to_make_it) {
+    const of_average right = of_tensor(t->tensor);
+    ck_assert(!behind(right)); /* nothing is pending */
+    train(f);
+#define REFUSED(field, value)                                                                      \
+    do {                                                                                           \
+        of_average wrong = right;                                                                  \
+        wrong.field = value;                                                                       \
+        ck_assert(!behind(wrong));                                                                 \
+    } while (0)
+    REFUSED(numel, NUMEL - 1);
+    REFUSED(dtype, OF_FLOAT64);
+    REFUSED(param_key, t->tensor->state[0]);
+    REFUSED(key, t->tensor->grad); /* the update has it already */
+    ck_assert(behind(right));
+    ck_assert(!behind(right)); /* it has one */
     ck_assert_uint_eq(counts(f).averages, 1);
-    end();
 }
-END_TEST
 
 #if !defined(__aarch64__)
-START_TEST(denormals_are_flushed_for_both_or_not_at_all) {
+NONE_YET(denormals_are_flushed_for_both_or_not_at_all) {
     const unsigned outside = of_floating_now(), flush = 0x8000;
-    begin();
-    backward_all(f);
-    step(f);
+    train(f);
     of_floating_set(outside | flush);
     const bool taken = behind(of_tensor(t->tensor));
     of_floating_set(outside);
     ck_assert(!taken);
-    end();
 }
-END_TEST
 #endif
-
-int main(void) {
-    Suite *suite = suite_create("average");
-    TCase *cases = tcase_create("average");
-    tcase_add_test(cases, launch_makes_the_average_of_the_updated_parameter);
-    tcase_add_test(cases, use_of_the_average_launches);
-    tcase_add_test(cases, next_step_makes_it_before_its_own_update);
-    tcase_add_test(cases, a_record_that_is_used_again_has_no_average);
-    tcase_add_test(cases, refused_where_the_caller_has_to_make_it);
-#if !defined(__aarch64__)
-    tcase_add_test(cases, denormals_are_flushed_for_both_or_not_at_all);
-#endif
-    suite_add_tcase(suite, cases);
-    return run(suite);
-}

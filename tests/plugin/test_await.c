@@ -2,7 +2,6 @@
 /* Updates whose gradient is still on its way: they are created without it, launched with it, and
  * whoever waits for one gradient holds up nobody who uses another parameter. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "fixture.h"
 
@@ -78,19 +77,23 @@ static void lose(parcel *p) {
     pthread_mutex_unlock(&p->lock);
 }
 
-static void forget(parcel *p) {
+static void forget(twin *t, parcel *p) {
+    t->tensor->awaits = NULL;
     pthread_mutex_destroy(&p->lock);
     pthread_cond_destroy(&p->changed);
     free(p);
 }
 
-static void *deliver_when_awaited(void *opaque) {
-    parcel *p = opaque;
+static void until_awaited(parcel *p) {
     pthread_mutex_lock(&p->lock);
     while (!p->waiting)
         pthread_cond_wait(&p->changed, &p->lock);
     pthread_mutex_unlock(&p->lock);
-    deliver(p);
+}
+
+static void *deliver_when_awaited(void *opaque) {
+    until_awaited(opaque);
+    deliver(opaque);
     return NULL;
 }
 
@@ -107,12 +110,10 @@ static parcel *send_expected(fixture *f, twin *t) {
     return send(t);
 }
 
-static void step_only(fixture *f) {
-    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
-}
+#define LATE(name, bucket_bytes) WITH(name, late(bucket_bytes), teardown)
+#define LOST(name) WITH(name, late(0), teardown_unchecked)
 
-START_TEST(a_use_waits_for_the_gradient) {
-    fixture *f = late(0);
+LATE(a_use_waits_for_the_gradient, 0) {
     twin *t = add(f, 100);
     for (int i = 0; i < 3; i++) {
         parcel *p = send_expected(f, t);
@@ -122,33 +123,23 @@ START_TEST(a_use_waits_for_the_gradient) {
         check_twin(t);
         pthread_join(thread, NULL);
         ck_assert_int_eq(p->waits, 1);
-        forget(p);
+        forget(t, p);
     }
-    t->tensor->awaits = NULL;
-    teardown(f);
 }
-END_TEST
 
-START_TEST(a_gradient_that_has_come_is_not_waited_for) {
-    fixture *f = late(0);
+LATE(a_gradient_that_has_come_is_not_waited_for, 0) {
     twin *t = add(f, 100);
     parcel *p = send_expected(f, t);
     step_only(f);
     deliver(p);
     check_twin(t);
     ck_assert_int_eq(p->waits, 0);
-    forget(p);
-    t->tensor->awaits = NULL;
-    teardown(f);
+    forget(t, p);
 }
-END_TEST
 
-START_TEST(a_neighbour_runs_along_only_if_its_gradient_is_there) {
-    fixture *f = late(1 << 20);
+LATE(a_neighbour_runs_along_only_if_its_gradient_is_there, 1 << 20) {
     twin *first = add(f, 100), *second = add(f, 100), *third = add(f, 100);
-    backward_all(f);
-    for (size_t i = 0; i < 3; i++)
-        expect_update(f, &f->twins[i]);
+    backward_expected(f);
     parcel *p = send(second);
     step_only(f);
     fake_use(first->tensor->param, false);
@@ -157,43 +148,30 @@ START_TEST(a_neighbour_runs_along_only_if_its_gradient_is_there) {
     ck_assert(launched(third) && !launched(second));
     deliver(p);
     check_twin(second);
-    forget(p);
-    second->tensor->awaits = NULL;
-    teardown(f);
+    forget(second, p);
 }
-END_TEST
 
 static void *use(void *opaque) {
     fake_use(((twin *)opaque)->tensor->param, false);
     return NULL;
 }
 
-START_TEST(who_waits_holds_up_nobody) {
-    fixture *f = late(OF_BUCKET_NONE);
+LATE(who_waits_holds_up_nobody, OF_BUCKET_NONE) {
     twin *missing = add(f, 100), *other = add(f, 100);
-    backward_all(f);
-    expect_update(f, missing);
-    expect_update(f, other);
+    backward_expected(f);
     parcel *p = send(missing);
     step_only(f);
     pthread_t thread;
     ck_assert_int_eq(pthread_create(&thread, NULL, use, missing), 0);
-    pthread_mutex_lock(&p->lock);
-    while (!p->waiting)
-        pthread_cond_wait(&p->changed, &p->lock);
-    pthread_mutex_unlock(&p->lock);
+    until_awaited(p);
     check_twin(other); /* would hang */
     deliver(p);
     pthread_join(thread, NULL);
     check_twin(missing);
-    forget(p);
-    missing->tensor->awaits = NULL;
-    teardown(f);
+    forget(missing, p);
 }
-END_TEST
 
-START_TEST(flush_and_the_next_step_wait) {
-    fixture *f = late(0);
+LATE(flush_and_the_next_step_wait, 0) {
     twin *t = add(f, 100);
     for (int i = 0; i < 2; i++) {
         parcel *p = send_expected(f, t);
@@ -201,21 +179,18 @@ START_TEST(flush_and_the_next_step_wait) {
         pthread_t thread = postman(p);
         t->tensor->awaits = NULL;
         if (i == 0) {
-            ck_assert_int_eq(of_plan_flush(f->plan), OF_OK);
+            OK(of_plan_flush(f->plan));
         } else {
             fake_set_grad(t->tensor, NULL);
             step_only(f);
         }
         pthread_join(thread, NULL);
         ck_assert(launched(t));
-        forget(p);
+        forget(t, p);
     }
-    teardown(f);
 }
-END_TEST
 
-START_TEST(what_cannot_be_left_pending_waits_in_step) {
-    fixture *f = late(0);
+LATE(what_cannot_be_left_pending_waits_in_step, 0) {
     twin *kinds[] = {add_eager(f, 100), add(f, 50), add(f, 70)};
     kinds[1]->tensor->shared = true;
     kinds[2]->tensor->exclusive = true;
@@ -225,73 +200,32 @@ START_TEST(what_cannot_be_left_pending_waits_in_step) {
         step_only(f);
         pthread_join(thread, NULL);
         ck_assert(launched(kinds[i]));
-        kinds[i]->tensor->awaits = NULL;
         fake_set_grad(kinds[i]->tensor, NULL);
-        forget(p);
+        forget(kinds[i], p);
     }
-    teardown(f);
 }
-END_TEST
 
-START_TEST(a_gradient_that_never_comes_is_an_error_at_every_use) {
-    fixture *f = late(0);
+LOST(a_gradient_that_never_comes_is_an_error_at_every_use) {
     twin *t = add(f, 100);
     parcel *p = send_expected(f, t);
     step_only(f);
     lose(p);
     for (int i = 0; i < 2; i++) {
-        ck_assert_int_eq(of_access(t->tensor->param, false), OF_ACCESS_FAILED);
-        ck_assert_str_eq(of_error_message(), "the network is gone");
-        ck_assert_int_eq(of_plan_flush(f->plan), OF_REFUSED);
-        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_REFUSED);
-        ck_assert_str_eq(of_error_message(), "the network is gone");
+        FAILS(OF_ACCESS_FAILED, of_access(t->tensor->param, false), "the network is gone");
+        FAILS(OF_REFUSED, of_plan_flush(f->plan), "the network is gone");
+        FAILS(OF_REFUSED, of_plan_step(f->plan, NULL, 0, NULL), "the network is gone");
     }
     ck_assert(!launched(t) && counts(f).pending == 1);
     of_plan_clear(f->plan);
     ck_assert_ptr_nonnull(strstr(f->host->last_log, "the network is gone"));
-    teardown_unchecked(f);
-    forget(p);
+    forget(t, p);
 }
-END_TEST
 
-START_TEST(a_step_that_waits_in_vain_says_so) {
-    fixture *f = late(0);
+LOST(a_step_that_waits_in_vain_says_so) {
     twin *t = add_eager(f, 100);
     parcel *p = send_expected(f, t);
     lose(p);
-    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_REFUSED);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "the network is gone"));
+    FAILS(OF_REFUSED, of_plan_step(f->plan, NULL, 0, NULL), "the network is gone");
     ck_assert(!launched(t));
-    teardown_unchecked(f);
-    forget(p);
-}
-END_TEST
-
-START_TEST(a_table_with_a_hole_is_refused) {
-    static const of_await_host hole = {.struct_size = sizeof hole, .await = await};
-    static const of_await_host small = {.struct_size = 8, .await = await};
-    fake_host *host = fake_host_new();
-    of_plan *plan = NULL;
-    host->table.await = &hole;
-    ck_assert_int_eq(of_plan_create(&host->table, "adam", NULL, &plan), OF_INVALID);
-    host->table.await = &small;
-    ck_assert_int_eq(of_plan_create(&host->table, "adam", NULL, &plan), OF_INVALID);
-    fake_host_free(host);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("arrivals");
-    TCase *tests = tcase_create("arrivals");
-    suite_add_tcase(suite, tests);
-    tcase_add_test(tests, a_use_waits_for_the_gradient);
-    tcase_add_test(tests, a_gradient_that_has_come_is_not_waited_for);
-    tcase_add_test(tests, a_neighbour_runs_along_only_if_its_gradient_is_there);
-    tcase_add_test(tests, who_waits_holds_up_nobody);
-    tcase_add_test(tests, flush_and_the_next_step_wait);
-    tcase_add_test(tests, what_cannot_be_left_pending_waits_in_step);
-    tcase_add_test(tests, a_gradient_that_never_comes_is_an_error_at_every_use);
-    tcase_add_test(tests, a_step_that_waits_in_vain_says_so);
-    tcase_add_test(tests, a_table_with_a_hole_is_refused);
-    return run(suite);
+    forget(t, p);
 }

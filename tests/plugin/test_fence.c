@@ -10,7 +10,6 @@
 #include <sys/syscall.h>
 
 #include "fake_device.h"
-#include "fixture.h"
 
 static bool refuses;    /* the system, everything */
 static bool registered; /* this process */
@@ -62,12 +61,7 @@ static fixture *setup_watched(void) {
     return setup_with(host, OF_FORWARD, 0);
 }
 
-static void forget_events(void) {
-    fences = unsealed = 0;
-    fences_before_unseal = fences_before_settle = unsealed_before_settle = -1;
-}
-
-START_TEST(the_first_fence_registers_the_process) {
+TEST(the_first_fence_registers_the_process) {
     registered = false;
     fences = 0;
     ck_assert(of_fence_all());
@@ -76,70 +70,53 @@ START_TEST(the_first_fence_registers_the_process) {
     ck_assert(of_fence_all());
     ck_assert_int_eq(fences, 2);
 }
-END_TEST
 
-START_TEST(fences_come_before_seals_and_before_marks_of_all_updates_of_a_launch) {
+WITH(fences_come_before_seals_and_before_marks_of_all_updates_of_a_launch, setup_watched(),
+     teardown) {
     enum { UPDATES = 5 };
-    fixture *f = setup_watched();
-    for (int i = 0; i < UPDATES; i++)
-        add(f, 10);
-    backward_all(f);
-    step(f);
+    add_some(f, UPDATES, 10);
+    train(f);
     ck_assert_uint_eq(counts(f).pending, UPDATES);
-    forget_events();
+    fences = unsealed = 0;
+    fences_before_unseal = fences_before_settle = unsealed_before_settle = -1;
     check_twin(&f->twins[0]);
     ck_assert_uint_eq(counts(f).pending, 0);
     ck_assert_int_eq(fences_before_unseal, OF_ORDER_IS_WEAK ? 1 : -1);
     ck_assert_int_eq(unsealed_before_settle, OF_ORDER_IS_WEAK ? UPDATES : 0);
     ck_assert_int_eq(fences_before_settle, FENCES_OF_A_LAUNCH);
     ck_assert_int_eq(fences, FENCES_OF_A_LAUNCH);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(a_host_without_seals_has_one_fence_a_launch) {
-    fixture *f = setup(OF_FORWARD, 0);
-    twin *t = add(f, 10);
-    backward(t);
-    step(f);
+FORWARD(a_host_without_seals_has_one_fence_a_launch) {
+    twin *t = pending(f, 10);
     fences = 0;
     check_twin(t);
     ck_assert_int_eq(fences, OF_ORDER_IS_WEAK ? 1 : 0);
-    teardown(f);
 }
-END_TEST
 
 /* An update in flight keeps its marks until it is known to be done. */
-START_TEST(a_fence_comes_before_updates_on_a_device_are_forgotten) {
-    fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
-    twin *t = add_on_device(f, 10, 0);
-    backward(t);
-    step(f);
+ON_DEVICE(a_fence_comes_before_updates_on_a_device_are_forgotten, OF_FORWARD, OF_BUCKET_NONE) {
+    twin *t = pending_on_device(f, 10);
     fences = 0;
-    fake_operator(t->tensor->param, false, "use");
+    use_there(t);
     ck_assert_uint_eq(counts(f).in_flight, 1);
     ck_assert_int_eq(fences, 0);
-    ck_assert_int_eq(of_plan_drain(f->plan), OF_OK);
+    OK(of_plan_drain(f->plan));
     ck_assert_uint_eq(counts(f).in_flight, 0);
     ck_assert_int_eq(fences, OF_ORDER_IS_WEAK ? 1 : 0);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(what_has_no_mark_needs_no_fence) {
-    fixture *f = setup(OF_BACKWARD, 0);
+BACKWARD(what_has_no_mark_needs_no_fence, 0) {
     twin *t = add(f, 10);
     fences = 0;
     gradient(f, t);
     step(f);
     ck_assert(launched(t));
     ck_assert_int_eq(fences, 0);
-    teardown(f);
 }
-END_TEST
 
 /* The last: there is no way back. */
-START_TEST(without_a_fence_marks_stay) {
+TEST(without_a_fence_marks_stay) {
     ck_assert(!of_has_no_fence());
     of_fence_or_keep_marks();
     ck_assert(!of_has_no_fence());
@@ -150,18 +127,4 @@ START_TEST(without_a_fence_marks_stay) {
     refuses = false;
     of_fence_or_keep_marks();
     ck_assert(of_has_no_fence());
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("fence");
-    TCase *tests = tcase_create("fence");
-    tcase_add_test(tests, the_first_fence_registers_the_process);
-    tcase_add_test(tests, fences_come_before_seals_and_before_marks_of_all_updates_of_a_launch);
-    tcase_add_test(tests, a_host_without_seals_has_one_fence_a_launch);
-    tcase_add_test(tests, a_fence_comes_before_updates_on_a_device_are_forgotten);
-    tcase_add_test(tests, what_has_no_mark_needs_no_fence);
-    tcase_add_test(tests, without_a_fence_marks_stay);
-    suite_add_tcase(suite, tests);
-    return run(suite);
 }

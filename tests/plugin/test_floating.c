@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* How a thread computes is taken over by another and given back. */
-#include <check.h>
+#include "suite.h"
 #include <fenv.h>
 #include <float.h>
 #include <stdbool.h>
@@ -21,7 +21,7 @@ static float quotient(float x, float y) {
     return result;
 }
 
-START_TEST(rounding_is_taken_over_and_given_back) {
+TEST(rounding_is_taken_over_and_given_back) {
     const float third = quotient(1, 3);
     ck_assert_int_eq(fesetround(FE_UPWARD), 0);
     const unsigned upward = of_floating_now();
@@ -36,9 +36,8 @@ START_TEST(rounding_is_taken_over_and_given_back) {
     ck_assert(again == larger);
     ck_assert(quotient(-1, 3) == -third);
 }
-END_TEST
 
-START_TEST(denormals_are_flushed_where_they_were) {
+TEST(denormals_are_flushed_where_they_were) {
     const unsigned outside = of_floating_now();
     of_floating_set(outside | FLUSH);
     const unsigned flushing = of_floating_now();
@@ -48,27 +47,11 @@ START_TEST(denormals_are_flushed_where_they_were) {
     ck_assert(quotient(FLT_MIN, 2) > 0.0f);
     ck_assert_uint_eq(flushing, outside | FLUSH);
 }
-END_TEST
 
-START_TEST(what_else_the_register_holds_stays) {
+TEST(what_else_the_register_holds_stays) {
     feclearexcept(FE_ALL_EXCEPT);
     feraiseexcept(FE_DIVBYZERO);
     of_floating_set(of_floating_now() | FLUSH);
     of_floating_set(of_floating_now() & ~(unsigned)FLUSH);
     ck_assert_int_eq(fetestexcept(FE_DIVBYZERO), FE_DIVBYZERO);
-}
-END_TEST
-
-int main(void) {
-    TCase *tests = tcase_create("floating");
-    tcase_add_test(tests, rounding_is_taken_over_and_given_back);
-    tcase_add_test(tests, denormals_are_flushed_where_they_were);
-    tcase_add_test(tests, what_else_the_register_holds_stays);
-    Suite *suite = suite_create("floating");
-    suite_add_tcase(suite, tests);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -14,8 +14,7 @@ static int child_verdict(fixture *f) {
         if (!launched(&f->twins[i]))
             return 2;
     f->host->n_threads = 1;
-    backward_all(f);
-    step(f);
+    train(f);
     for (size_t i = 0; i < f->n; i++)
         if (!twin_equal(&f->twins[i]))
             return 3;
@@ -25,40 +24,36 @@ static int child_verdict(fixture *f) {
     return 0;
 }
 
+static void ends_well(pid_t child) {
+    int status = -1;
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    ck_assert_msg(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
+}
+
 static void fork_and_check(fixture *f) {
     of_fork_prepare();
     pid_t pid = fork();
     if (pid == 0)
         _exit(child_verdict(f));
     of_fork_parent();
-    int status = -1;
-    ck_assert_int_eq(waitpid(pid, &status, 0), pid);
-    ck_assert(WIFEXITED(status));
-    ck_assert_int_eq(WEXITSTATUS(status), 0);
+    ends_well(pid);
 }
 
-START_TEST(fork_with_updates_pending) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
-    for (int i = 0; i < 5; i++)
-        add(f, 100);
-    backward_all(f);
-    step(f);
+FORWARD(fork_with_updates_pending) {
+    add_some(f, 5, 100);
+    train(f);
     ck_assert(of_any_pending());
     fork_and_check(f);
     ck_assert(!of_any_pending());
-    backward_all(f);
-    step(f);
-    teardown(f);
+    train(f);
 }
-END_TEST
 
 static void step_plan(void *opaque) {
     of_plan_step(opaque, NULL, 0, NULL);
 }
 
 /* g leaves an update pending when f's are being flushed, and g's already were. */
-START_TEST(update_left_pending_during_the_flush_is_launched_too) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+FORWARD(update_left_pending_during_the_flush_is_launched_too) {
     fixture *g = setup_beside(f, OF_FORWARD);
     twin *t = add(f, 100);
     twin *late = add(g, 100);
@@ -74,9 +69,7 @@ START_TEST(update_left_pending_during_the_flush_is_launched_too) {
     t->tensor->on_release = NULL;
     ck_assert_int_eq(atomic_load(&f->host->holds), 0);
     teardown(g);
-    teardown(f);
 }
-END_TEST
 
 static pthread_barrier_t in_collect;
 
@@ -92,8 +85,7 @@ static void *step_once(void *opaque) {
     return NULL;
 }
 
-START_TEST(child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+FORWARD(child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping) {
     twin *t = add(f, 100);
     t->tensor->on_collect = wait_twice;
     backward(t);
@@ -114,13 +106,9 @@ START_TEST(child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping) {
     pthread_barrier_wait(&in_collect);
     pthread_join(thread, NULL);
     pthread_barrier_destroy(&in_collect);
-    int status = -1;
-    ck_assert_int_eq(waitpid(pid, &status, 0), pid);
-    ck_assert_msg(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
+    ends_well(pid);
     t->tensor->on_collect = NULL;
-    teardown(f);
 }
-END_TEST
 
 typedef struct stepper {
     fixture *f;
@@ -135,8 +123,7 @@ static void *step_without_pause(void *opaque) {
 }
 
 /* The other thread's step() may be anywhere, also between two updates. */
-START_TEST(fork_while_another_thread_steps) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+FORWARD(fork_while_another_thread_steps) {
     fixture *g = setup_beside(f, OF_FORWARD);
     for (int i = 0; i < 5; i++) {
         add(f, 100);
@@ -147,8 +134,7 @@ START_TEST(fork_while_another_thread_steps) {
     pthread_t thread;
     ck_assert_int_eq(pthread_create(&thread, NULL, step_without_pause, &s), 0);
     for (int i = 0; i < 20; i++) {
-        backward_all(f);
-        step(f);
+        train(f);
         fork_and_check(f);
     }
     atomic_store(&s.done, true);
@@ -157,18 +143,4 @@ START_TEST(fork_while_another_thread_steps) {
         while (g->twins[i].step < g->twins[i].tensor->step)
             expect_update(g, &g->twins[i]);
     teardown(g);
-    teardown(f);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("fork");
-    TCase *all = tcase_create("fork");
-    tcase_set_timeout(all, 120);
-    tcase_add_test(all, fork_with_updates_pending);
-    tcase_add_test(all, update_left_pending_during_the_flush_is_launched_too);
-    tcase_add_test(all, child_is_not_locked_out_of_a_plan_that_a_thread_was_stepping);
-    tcase_add_test(all, fork_while_another_thread_steps);
-    suite_add_tcase(suite, all);
-    return run(suite);
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The process that inverts each factor, and when every process has all inverses. */
 #include <math.h>
-#include <string.h>
 
 #include "fixture.h"
 #include "planners/kfac/plan.h"
@@ -52,29 +51,11 @@ static factors resnet50(void) {
     return f;
 }
 
-START_TEST(resnet_50_has_the_factors_of_its_layers) {
-    const factors f = resnet50();
-    uint64_t packed[2] = {0};
-    uint32_t largest = 0;
-    size_t large = 0;
-    for (size_t i = 0; i < f.n; i++) {
-        packed[i % 2] += (uint64_t)f.sizes[i] * (f.sizes[i] + 1) / 2;
-        largest = f.sizes[i] > largest ? f.sizes[i] : largest;
-        large += f.sizes[i] >= 1024;
-    }
-    ck_assert_uint_eq(f.n, 108);
-    ck_assert_uint_eq(largest, 4608);
-    ck_assert_uint_eq(large, 34);
-    ck_assert_uint_eq(packed[0], 62348671);
-    ck_assert_uint_eq(packed[1], 14618356);
-}
-END_TEST
-
 /* The largest load over the mean, to four decimals. */
 static double imbalance(of_placement how, const factors *f, size_t processes) {
     int32_t owner[RESNET_FACTORS];
     double load[16], sum = 0, most = 0;
-    ck_assert_int_eq(of_place_inverses(how, f->sizes, f->n, processes, 0, owner, load), OF_OK);
+    OK(of_place_inverses(how, f->sizes, f->n, processes, 0, owner, load));
     for (size_t p = 0; p < processes; p++) {
         sum += load[p];
         most = fmax(most, load[p]);
@@ -82,7 +63,7 @@ static double imbalance(of_placement how, const factors *f, size_t processes) {
     return round(1e4 * most * (double)processes / sum) / 1e4;
 }
 
-START_TEST(resnet_50_is_balanced_as_well_as_it_was_elsewhere) {
+TEST(resnet_50_is_balanced_as_well_as_it_was_elsewhere) {
     const factors f = resnet50();
     static const double in_turn[] = {1.8028, 2.1070, 3.7709, 3.9870};
     static const double balanced[] = {1.0000, 1.0000, 1.7287, 3.4574};
@@ -93,41 +74,6 @@ START_TEST(resnet_50_is_balanced_as_well_as_it_was_elsewhere) {
         ck_assert_double_eq(imbalance(OF_PLACEMENT_EVERYWHERE, &f, processes), 1);
     }
 }
-END_TEST
-
-static void check_owners(of_placement how, uint32_t everywhere_below, const int32_t *expected,
-                         const double *expected_load) {
-    static const uint32_t sizes[] = {2, 5, 3, 5, 2, 4};
-    int32_t owner[7] = {[6] = 77};
-    double load[4] = {[3] = 78};
-    ck_assert_int_eq(of_place_inverses(how, sizes, 6, 3, everywhere_below, owner, load), OF_OK);
-    for (size_t i = 0; i < 6; i++)
-        ck_assert_msg(owner[i] == expected[i], "placement %d, factor %zu: %d instead of %d",
-                      (int)how, i, (int)owner[i], (int)expected[i]);
-    for (size_t p = 0; p < 3; p++)
-        ck_assert_double_eq(load[p], expected_load[p]);
-    ck_assert(owner[6] == 77 && load[3] == 78);
-    int32_t again[6];
-    ck_assert_int_eq(of_place_inverses(how, sizes, 6, 3, everywhere_below, again, NULL), OF_OK);
-    ck_assert_mem_eq(again, owner, sizeof again);
-}
-
-START_TEST(each_placement_is_that_of_its_definition) {
-    /* 125 to 0, 125 to 1, 64 to 2, then 27, 8 and 8 to 2. */
-    check_owners(OF_PLACEMENT_BALANCED, 0, (int32_t[]){2, 0, 2, 1, 2, 2},
-                 (double[]){125, 125, 107});
-    check_owners(OF_PLACEMENT_BALANCED, 3, (int32_t[]){-1, 0, 2, 1, -1, 2},
-                 (double[]){125 + 16, 125 + 16, 91 + 16});
-    check_owners(OF_PLACEMENT_ROUND_ROBIN, 0, (int32_t[]){0, 1, 2, 0, 1, 2},
-                 (double[]){133, 133, 91});
-    check_owners(OF_PLACEMENT_ROUND_ROBIN, 3, (int32_t[]){-1, 0, 1, 2, -1, 0},
-                 (double[]){189 + 16, 27 + 16, 125 + 16});
-    check_owners(OF_PLACEMENT_EVERYWHERE, 0, (int32_t[]){-1, -1, -1, -1, -1, -1},
-                 (double[]){357, 357, 357});
-    check_owners(OF_PLACEMENT_BALANCED, 6, (int32_t[]){-1, -1, -1, -1, -1, -1},
-                 (double[]){357, 357, 357});
-}
-END_TEST
 
 typedef struct work {
     uint32_t sizes[MOST];
@@ -165,83 +111,77 @@ static double cube(uint32_t size) {
     return pow(size, 3);
 }
 
-START_TEST(balanced_owners_are_the_least_loaded_ones) {
-    for (int round = 0; round < MANY; round++) {
+/* In turn by their places, or the largest first, each to the least loaded; small ones to all. */
+TEST(owners_are_those_of_the_definition) {
+    size_t small = 0;
+    for (int round = 0; round < 3 * MANY; round++) {
         const work w = random_factors();
+        const of_placement how = (of_placement)(round % 3);
         const uint32_t below = (uint32_t)random_below(6);
-        int32_t owner[MOST];
-        double load[PROCESSES] = {0}, reported[PROCESSES], everywhere = 0;
-        ck_assert_int_eq(of_place_inverses(OF_PLACEMENT_BALANCED, w.sizes, w.n, w.processes, below,
-                                           owner, reported),
-                         OF_OK);
+        int32_t owner[MOST + 1] = {[MOST] = 77}, again[MOST];
+        double load[PROCESSES] = {0}, reported[PROCESSES + 1], everywhere = 0;
+        size_t turn = 0;
+        owner[w.n] = 77;
+        reported[w.processes] = 78;
+        OK(of_place_inverses(how, w.sizes, w.n, w.processes, below, owner, reported));
         for (size_t rank = 0; rank < w.n; rank++) {
-            const size_t i = at_rank(&w, rank, true);
-            if (w.sizes[i] < below) {
+            const size_t i = how == OF_PLACEMENT_BALANCED ? at_rank(&w, rank, true) : rank;
+            if (how == OF_PLACEMENT_EVERYWHERE || w.sizes[i] < below) {
                 ck_assert_int_eq(owner[i], OF_EVERY_PROCESS);
                 everywhere += cube(w.sizes[i]);
+                small++;
                 continue;
             }
-            for (size_t p = 0; p < w.processes; p++) {
+            for (size_t p = 0; p < w.processes && how == OF_PLACEMENT_BALANCED; p++) {
                 const bool lower = p < (size_t)owner[i];
                 ck_assert(lower ? load[p] > load[owner[i]] : load[p] >= load[owner[i]]);
             }
+            if (how == OF_PLACEMENT_ROUND_ROBIN)
+                ck_assert_int_eq(owner[i], (int32_t)(turn++ % w.processes));
             load[owner[i]] += cube(w.sizes[i]);
         }
         for (size_t p = 0; p < w.processes; p++)
             ck_assert_double_eq(reported[p], load[p] + everywhere);
+        ck_assert(owner[w.n] == 77 && reported[w.processes] == 78);
+        OK(of_place_inverses(how, w.sizes, w.n, w.processes, below, again, NULL));
+        ck_assert_mem_eq(again, owner, w.n * sizeof *again);
     }
+    ck_assert_uint_gt(small, MANY);
 }
-END_TEST
 
-START_TEST(bad_placements_are_refused_and_change_nothing) {
-    static const uint32_t sizes[] = {1, 2};
-    int32_t owner[] = {71, 72};
+TEST(bad_placements_are_refused_and_change_nothing) {
+    static const uint32_t two[] = {1, 2};
+    int32_t owners[] = {71, 72}, *owner;
     double load[] = {73, 74};
-    const of_placement how = OF_PLACEMENT_BALANCED;
-    ck_assert_int_eq(of_place_inverses(how, sizes, 2, 0, 0, owner, load), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "on 0 processes"));
-    ck_assert_int_eq(of_place_inverses(how, sizes, 2, (size_t)INT32_MAX + 1, 0, owner, load),
-                     OF_INVALID);
-    ck_assert_int_eq(of_place_inverses(how, sizes, SIZE_MAX, 2, 0, owner, load), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "more than can be placed"));
-    ck_assert_int_eq(of_place_inverses((of_placement)3, sizes, 2, 2, 0, owner, load), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "no placement 3"));
-    ck_assert_int_eq(of_place_inverses((of_placement)-1, sizes, 2, 2, 0, owner, load), OF_INVALID);
-    ck_assert_int_eq(of_place_inverses(how, NULL, 2, 2, 0, owner, load), OF_INVALID);
-    ck_assert_int_eq(of_place_inverses(how, sizes, 2, 2, 0, NULL, load), OF_INVALID);
-    ck_assert(owner[0] == 71 && owner[1] == 72 && load[0] == 73 && load[1] == 74);
-    ck_assert_int_eq(of_place_inverses(how, NULL, 0, 2, 0, NULL, load), OF_OK);
+    const uint32_t *sizes;
+    size_t n, processes;
+    of_placement how;
+#define REFUSED(change, words)                                                                     \
+    do {                                                                                           \
+        how = OF_PLACEMENT_BALANCED;                                                               \
+        n = processes = 2;                                                                         \
+        sizes = two;                                                                           \
+        owner = owners;                                                                            \
+        change;                                                                                    \
+        INVALID(of_place_inverses(how, sizes, n, processes, 0, owner, load), words);               \
+    } while (0)
+    REFUSED(processes = 0, "on 0 processes");
+    REFUSED(processes = (size_t)INT32_MAX + 1, "processes");
+    REFUSED(n = SIZE_MAX, "more than can be placed");
+    REFUSED(how = (of_placement)3, "no placement 3");
+    REFUSED(how = (of_placement)-1, "no placement -1");
+    REFUSED(sizes = NULL, "");
+    REFUSED(owner = NULL, "");
+    ck_assert(owners[0] == 71 && owners[1] == 72 && load[0] == 73 && load[1] == 74);
+    OK(of_place_inverses(OF_PLACEMENT_BALANCED, NULL, 0, 2, 0, NULL, load));
     ck_assert(load[0] == 0 && load[1] == 0);
 }
-END_TEST
 
 static double simulate(const work *w, of_inversion cost) {
     double seconds = -1;
-    ck_assert_int_eq(of_simulate_inverses(&cost, w->sizes, w->owner, w->n, w->processes, &seconds),
-                     OF_OK);
+    OK(of_simulate_inverses(&cost, w->sizes, w->owner, w->n, w->processes, &seconds));
     return seconds;
 }
-
-START_TEST(the_seconds_of_inverses_are_those_counted_by_hand) {
-    const work w = {.sizes = {3, 1, 2, 1}, .owner = {0, 0, 1, -1}, .n = 4, .processes = 2};
-    of_inversion cost = {
-        .cubic_coefficient = 1, .element_bytes = 2, .link = {.latency = 10, .seconds_per_byte = 1}};
-    /* Inverted: 1 at 1, 2 at 8, 3 at 28. Sent in that order, for 10 + 2, 10 + 6 and 10 + 12 s:
-     * from 1 to 13, to 29, to 51. */
-    ck_assert_double_eq(simulate(&w, cost), 51);
-    /* 3 at 27, 2 at 8, 1 at 28: 27 to 49, to 65, to 77. */
-    cost.descending = true;
-    ck_assert_double_eq(simulate(&w, cost), 77);
-    /* Nothing to send: process 0 has its two and the one that all invert. */
-    cost.link = (of_network_link){.latency = 0};
-    ck_assert_double_eq(simulate(&w, cost), 27 + 1 + 1);
-    cost.link.latency = 10;
-    const work alone = {.sizes = {3, 1}, .owner = {0, -1}, .n = 2, .processes = 1};
-    ck_assert_double_eq(simulate(&alone, cost), 28);
-    const work none = {.processes = 3};
-    ck_assert_double_eq(simulate(&none, cost), 0);
-}
-END_TEST
 
 /* When factor i's process has inverted it. */
 static double inverted_at(const work *w, const of_inversion *cost, size_t i) {
@@ -275,7 +215,7 @@ static double seconds_by_chains(const work *w, const of_inversion *cost) {
     return fmax(all, everywhere);
 }
 
-START_TEST(the_seconds_of_inverses_are_those_of_the_longest_chain) {
+TEST(the_seconds_of_inverses_are_those_of_the_longest_chain) {
     for (int round = 0; round < MANY; round++) {
         const work w = random_factors();
         const of_inversion cost = {.cubic_coefficient = (double)random_below(3),
@@ -287,7 +227,6 @@ START_TEST(the_seconds_of_inverses_are_those_of_the_longest_chain) {
         ck_assert_msg(seconds == expected, "round %d: %g instead of %g", round, seconds, expected);
     }
 }
-END_TEST
 
 /* Whole milliseconds, on 4 processes with the link of the paper. */
 static double resnet_50_inverted(const factors *f, bool descending) {
@@ -297,73 +236,53 @@ static double resnet_50_inverted(const factors *f, bool descending) {
                                .descending = descending};
     int32_t owner[RESNET_FACTORS];
     double seconds = -1;
-    ck_assert_int_eq(of_place_inverses(OF_PLACEMENT_BALANCED, f->sizes, f->n, 4, 0, owner, NULL),
-                     OF_OK);
-    ck_assert_int_eq(of_simulate_inverses(&cost, f->sizes, owner, f->n, 4, &seconds), OF_OK);
+    OK(of_place_inverses(OF_PLACEMENT_BALANCED, f->sizes, f->n, 4, 0, owner, NULL));
+    OK(of_simulate_inverses(&cost, f->sizes, owner, f->n, 4, &seconds));
     return round(1e3 * seconds);
 }
 
-START_TEST(resnet_50_is_inverted_sooner_with_its_smallest_factors_first) {
+TEST(resnet_50_is_inverted_sooner_with_its_smallest_factors_first) {
     const factors f = resnet50();
     ck_assert_double_eq(resnet_50_inverted(&f, false), 211);
     ck_assert_double_eq(resnet_50_inverted(&f, true), 309);
 }
-END_TEST
 
-START_TEST(bad_simulations_are_refused_and_change_nothing) {
-    const of_inversion fine = {.cubic_coefficient = 1, .element_bytes = 4};
-    const uint32_t sizes[] = {1, 2};
-    int32_t owner[] = {0, 1};
-    double out = 71;
-    of_inversion cost = fine;
+TEST(bad_simulations_are_refused_and_change_nothing) {
+    static const uint32_t two[] = {1, 2};
     static const double bad[] = {-1, NAN, INFINITY};
+    double seconds = 71, *out;
+    int32_t owners[2], *owner;
+    const uint32_t *sizes;
+    of_inversion inversion, *cost;
+    size_t n, processes;
+#undef REFUSED
+#define REFUSED(change, words)                                                                     \
+    do {                                                                                           \
+        inversion = (of_inversion){.cubic_coefficient = 1, .element_bytes = 4};                    \
+        cost = &inversion;                                                                         \
+        owners[0] = 0, owners[1] = 1;                                                              \
+        n = processes = 2;                                                                         \
+        sizes = two;                                                                           \
+        owner = owners;                                                                            \
+        out = &seconds;                                                                            \
+        change;                                                                                    \
+        INVALID(of_simulate_inverses(cost, sizes, owner, n, processes, out), words);               \
+    } while (0)
     for (size_t i = 0; i < 3; i++) {
-        cost = fine;
-        cost.cubic_coefficient = bad[i];
-        ck_assert_int_eq(of_simulate_inverses(&cost, sizes, owner, 2, 2, &out), OF_INVALID);
-        cost = fine;
-        cost.link.latency = bad[i];
-        ck_assert_int_eq(of_simulate_inverses(&cost, sizes, owner, 2, 2, &out), OF_INVALID);
-        cost = fine;
-        cost.link.seconds_per_byte = bad[i];
-        ck_assert_int_eq(of_simulate_inverses(&cost, sizes, owner, 2, 2, &out), OF_INVALID);
+        REFUSED(cost->cubic_coefficient = bad[i], "");
+        REFUSED(cost->link.latency = bad[i], "");
+        REFUSED(cost->link.seconds_per_byte = bad[i], "");
     }
-    cost = fine;
-    cost.element_bytes = UINT64_MAX / 2;
-    ck_assert_int_eq(of_simulate_inverses(&cost, sizes, owner, 2, 2, &out), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "does not fit 64 bits"));
-    cost = fine;
-    cost.cubic_coefficient = 1e308;
-    ck_assert_int_eq(of_simulate_inverses(&cost, sizes, owner, 2, 2, &out), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "out of range"));
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, owner, 2, 0, &out), OF_INVALID);
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, owner, SIZE_MAX, 2, &out), OF_INVALID);
-    ck_assert_int_eq(of_simulate_inverses(NULL, sizes, owner, 2, 2, &out), OF_INVALID);
-    ck_assert_int_eq(of_simulate_inverses(&fine, NULL, owner, 2, 2, &out), OF_INVALID);
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, NULL, 2, 2, &out), OF_INVALID);
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, owner, 2, 2, NULL), OF_INVALID);
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, owner, 2, 1, &out), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "factor 1 is inverted by process 1 of 1"));
-    owner[0] = -2;
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, owner, 2, 2, &out), OF_INVALID);
-    owner[0] = INT32_MIN;
-    ck_assert_int_eq(of_simulate_inverses(&fine, sizes, owner, 2, 2, &out), OF_INVALID);
-    ck_assert_double_eq(out, 71);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("K-FAC placement");
-    TCase *tests = tcase_create("K-FAC placement");
-    tcase_add_test(tests, resnet_50_has_the_factors_of_its_layers);
-    tcase_add_test(tests, resnet_50_is_balanced_as_well_as_it_was_elsewhere);
-    tcase_add_test(tests, each_placement_is_that_of_its_definition);
-    tcase_add_test(tests, balanced_owners_are_the_least_loaded_ones);
-    tcase_add_test(tests, bad_placements_are_refused_and_change_nothing);
-    tcase_add_test(tests, the_seconds_of_inverses_are_those_counted_by_hand);
-    tcase_add_test(tests, the_seconds_of_inverses_are_those_of_the_longest_chain);
-    tcase_add_test(tests, resnet_50_is_inverted_sooner_with_its_smallest_factors_first);
-    tcase_add_test(tests, bad_simulations_are_refused_and_change_nothing);
-    suite_add_tcase(suite, tests);
-    return run(suite);
+    REFUSED(cost->element_bytes = UINT64_MAX / 2, "does not fit 64 bits");
+    REFUSED(cost->cubic_coefficient = 1e308, "out of range");
+    REFUSED(processes = 0, "processes");
+    REFUSED(n = SIZE_MAX, "");
+    REFUSED(cost = NULL, "");
+    REFUSED(sizes = NULL, "");
+    REFUSED(owner = NULL, "");
+    REFUSED(out = NULL, "");
+    REFUSED(processes = 1, "factor 1 is inverted by process 1 of 1");
+    REFUSED(owner[0] = -2, "factor 0 is inverted by process -2");
+    REFUSED(owner[0] = INT32_MIN, "factor 0");
+    ck_assert_double_eq(seconds, 71);
 }

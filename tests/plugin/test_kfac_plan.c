@@ -3,7 +3,6 @@
 #include "planners/kfac/plan.h"
 
 #include <math.h>
-#include <string.h>
 
 #include "../sample.h"
 #include "fixture.h"
@@ -92,71 +91,52 @@ typedef struct fused {
 static fused fuse(const work *w, of_fusion how, uint64_t threshold) {
     fused f = {.n_groups = 77};
     f.group[w->n] = 78;
-    ck_assert_int_eq(of_fuse_messages(how, w->ready, w->bytes, w->n, &w->link, w->processor,
-                                      threshold, f.group, &f.n_groups),
-                     OF_OK);
+    OK(of_fuse_messages(how, w->ready, w->bytes, w->n, &w->link, w->processor, threshold, f.group,
+                        &f.n_groups));
     ck_assert_uint_eq(f.group[w->n], 78);
     ck_assert_uint_eq(f.n_groups, (size_t)f.group[w->n - 1] + 1);
-    ck_assert_int_eq(
-        of_fused_finish(w->ready, w->bytes, f.group, w->n, &w->link, w->processor, &f.finish),
-        OF_OK);
+    OK(of_fused_finish(w->ready, w->bytes, f.group, w->n, &w->link, w->processor, &f.finish));
     return f;
 }
 
-static void check_groups(const work *w, of_fusion how, uint64_t threshold,
-                         const uint32_t *expected) {
-    const fused f = fuse(w, how, threshold);
-    for (size_t i = 0; i < w->n; i++)
-        ck_assert_msg(f.group[i] == expected[i], "fusion %d, message %zu: %u instead of %u",
-                      (int)how, i, f.group[i], expected[i]);
+/* That of a plan, and so its tie breaks, are checked against all groupings below. */
+TEST(each_fusion_has_the_groups_of_its_definition) {
+#define LINK                                                                                       \
+    { .latency = 3, .seconds_per_byte = 1 }
+    static const work w = {{0, 1, 2, 9, 10}, {4, 1, 5, 2, 3}, 5, LINK, 0},
+                      waits = {{0, 3, 6}, {1, 1, 1}, 3, LINK, 0},
+                      chain = {{0, 2, 4, 6}, {1, 1, 1, 1}, 4, LINK, 0};
+    static const struct {
+        const work *w;
+        of_fusion how;
+        uint64_t threshold;
+        uint32_t group[5];
+        double finish;
+    } rows[] = {
+        {&w, OF_FUSION_EACH, 99, {0, 1, 2, 3, 4}, 30},
+        {&w, OF_FUSION_ALL, 0, {0, 0, 0, 0, 0}, 28},
+        {&w, OF_FUSION_THRESHOLD, 0, {0, 1, 2, 3, 4}, 30},
+        {&w, OF_FUSION_THRESHOLD, 5, {0, 0, 1, 2, 2}, 25},
+        {&w, OF_FUSION_THRESHOLD, 6, {0, 0, 0, 1, 1}, 23},
+        {&w, OF_FUSION_THRESHOLD, UINT64_MAX, {0, 0, 0, 0, 0}, 28},
+        /* 1 waits 1 s, 2 another: both less than 3. 3 comes 7 s after the group could start at 2;
+         * the group is through at 15, when 4 is ready. */
+        {&w, OF_FUSION_PAPER, 0, {0, 0, 0, 1, 1}, 23},
+        /* A wait as long as the latency is too long, unless the link is busy until then. */
+        {&waits, OF_FUSION_PAPER, 0, {0, 1, 1}, 11},
+        /* One short wait follows the other: from 6 to 13. */
+        {&chain, OF_FUSION_PAPER, 0, {0, 0, 0, 0}, 13},
+    };
+    for (size_t k = 0; k < LENGTH(rows); k++) {
+        const fused f = fuse(rows[k].w, rows[k].how, rows[k].threshold);
+        ck_assert_double_eq(f.finish, rows[k].finish);
+        for (size_t i = 0; i < rows[k].w->n; i++)
+            ck_assert_msg(f.group[i] == rows[k].group[i], "row %zu, message %zu: %u instead of %u",
+                          k, i, f.group[i], rows[k].group[i]);
+    }
 }
 
-START_TEST(each_fusion_has_the_groups_of_its_definition) {
-    static const work w = {.ready = {0, 1, 2, 9, 10},
-                           .bytes = {4, 1, 5, 2, 3},
-                           .n = 5,
-                           .link = {.latency = 3, .seconds_per_byte = 1}};
-    check_groups(&w, OF_FUSION_EACH, 99, (uint32_t[]){0, 1, 2, 3, 4});
-    check_groups(&w, OF_FUSION_ALL, 0, (uint32_t[]){0, 0, 0, 0, 0});
-    check_groups(&w, OF_FUSION_THRESHOLD, 0, (uint32_t[]){0, 1, 2, 3, 4});
-    check_groups(&w, OF_FUSION_THRESHOLD, 5, (uint32_t[]){0, 0, 1, 2, 2});
-    check_groups(&w, OF_FUSION_THRESHOLD, 6, (uint32_t[]){0, 0, 0, 1, 1});
-    check_groups(&w, OF_FUSION_THRESHOLD, UINT64_MAX, (uint32_t[]){0, 0, 0, 0, 0});
-    /* 1 waits 1 s, 2 another: both less than 3. 3 comes 7 s after the group could start at 2; the
-     * group is through at 15, when 4 is ready. */
-    check_groups(&w, OF_FUSION_PAPER, 0, (uint32_t[]){0, 0, 0, 1, 1});
-    /* A wait as long as the latency is too long, unless the link is busy until then. */
-    const work waits = {.ready = {0, 3, 6}, .bytes = {1, 1, 1}, .n = 3, .link = w.link};
-    check_groups(&waits, OF_FUSION_PAPER, 0, (uint32_t[]){0, 1, 1});
-    /* The paper's: from 2 to 15 and on to 23. The plan has the same finish, with 2 in the second
-     * group: it could start at 9, and does at 10. */
-    ck_assert_double_eq(fuse(&w, OF_FUSION_PAPER, 0).finish, 23);
-    check_groups(&w, OF_FUSION_PLANNED, 0, (uint32_t[]){0, 0, 1, 1, 1});
-    ck_assert_double_eq(fuse(&w, OF_FUSION_PLANNED, 0).finish, 23);
-    /* By the paper's rule one short wait follows the other: from 6 to 13. */
-    const work chain = {.ready = {0, 2, 4, 6}, .bytes = {1, 1, 1, 1}, .n = 4, .link = w.link};
-    check_groups(&chain, OF_FUSION_PAPER, 0, (uint32_t[]){0, 0, 0, 0});
-    ck_assert_double_eq(fuse(&chain, OF_FUSION_PAPER, 0).finish, 13);
-    check_groups(&chain, OF_FUSION_PLANNED, 0, (uint32_t[]){0, 1, 1, 1});
-    ck_assert_double_eq(fuse(&chain, OF_FUSION_PLANNED, 0).finish, 12);
-    /* With the first two in one group the last one would be through as early; and later, if the
-     * second one is ready after 15. */
-    const work spare = {.ready = {0, 10, 20}, .bytes = {1, 1, 1}, .n = 3, .link = w.link};
-    check_groups(&spare, OF_FUSION_PLANNED, 0, (uint32_t[]){0, 1, 2});
-    /* At 1 s a message they are through at 26, as with the first two in one group at 25, and with
-     * all in one at 26. */
-    work costs = spare;
-    costs.processor = 1;
-    check_groups(&costs, OF_FUSION_PLANNED, 0, (uint32_t[]){0, 0, 1});
-    ck_assert_double_eq(fuse(&costs, OF_FUSION_EACH, 0).finish, 26);
-    ck_assert_double_eq(fuse(&costs, OF_FUSION_PLANNED, 0).finish, 25);
-    ck_assert_double_eq(fuse(&costs, OF_FUSION_ALL, 0).finish, 26);
-    costs.processor = 2;
-    check_groups(&costs, OF_FUSION_PLANNED, 0, (uint32_t[]){0, 0, 0});
-}
-END_TEST
-
-START_TEST(a_finish_is_that_of_the_definition) {
+TEST(a_finish_is_that_of_the_definition) {
     for (int round = 0; round < MANY; round++) {
         const work w = round % 2 ? random_messages() : random_messages_that_cost();
         const unsigned closed = (unsigned)random_below(1u << (w.n - 1));
@@ -164,19 +144,20 @@ START_TEST(a_finish_is_that_of_the_definition) {
         for (size_t i = 1; i < w.n; i++)
             group[i] = group[i - 1] + (closed >> (i - 1) & 1u);
         double finish = -1;
-        ck_assert_int_eq(
-            of_fused_finish(w.ready, w.bytes, group, w.n, &w.link, w.processor, &finish), OF_OK);
+        OK(of_fused_finish(w.ready, w.bytes, group, w.n, &w.link, w.processor, &finish));
         ck_assert_double_eq(finish, finish_by_definition(&w, closed));
     }
 }
-END_TEST
+
+static double finish_of(const work *w, const fused *f, size_t end) {
+    double finish = -1;
+    OK(of_fused_finish(w->ready, w->bytes, f->group, end, &w->link, w->processor, &finish));
+    return finish;
+}
 
 /* The finish of the group that ends before `end` is the least; no larger group is as early. */
 static void check_end(const work *w, const fused *f, size_t end, double tolerance) {
-    double finish = 0;
-    ck_assert_int_eq(of_fused_finish(w->ready, w->bytes, f->group, end, &w->link, 0, &finish),
-                     OF_OK);
-    const double least = least_finish(w, end);
+    const double finish = finish_of(w, f, end), least = least_finish(w, end);
     ck_assert_msg(finish <= least * (1 + tolerance), "%.17g instead of %.17g", finish, least);
     size_t first = end - 1;
     while (first > 0 && f->group[first - 1] == f->group[end - 1])
@@ -191,43 +172,19 @@ static void check_end(const work *w, const fused *f, size_t end, double toleranc
     }
 }
 
-static size_t check_plan(const work *w, double tolerance) {
-    const fused f = fuse(w, OF_FUSION_PLANNED, 0);
-    for (size_t end = w->n; end > 0; end--)
-        if (end == w->n || f.group[end] != f.group[end - 1])
-            check_end(w, &f, end, tolerance);
-    return f.n_groups;
-}
-
-START_TEST(every_group_of_a_plan_is_through_as_early_as_any_grouping_can_be) {
-    size_t groups = 0, alone = 0;
-    for (int round = 0; round < MANY; round++) {
-        const work w = random_messages();
-        const size_t n = check_plan(&w, 0);
-        groups += n > 1 && n < w.n;
-        alone += n == w.n;
-    }
-    ck_assert_uint_ge(groups, MANY / 20);
-    ck_assert_uint_ge(alone, MANY / 20);
-}
-END_TEST
-
 static double random_fraction(void) {
     return (double)random_below(1u << 30) / (1u << 30);
 }
 
-START_TEST(a_plan_of_any_numbers_is_as_good_up_to_rounding) {
-    for (int round = 0; round < MANY; round++) {
-        work w = random_messages();
-        w.link = (of_network_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
-        for (size_t i = 0; i < w.n; i++) {
-            w.ready[i] = (i ? w.ready[i - 1] : 0) + 1e-2 * random_fraction();
-            w.bytes[i] = random_below(40 << 20);
-        }
-        check_plan(&w, 1e-12);
+/* Seconds of any size, whose sums are rounded. */
+static void make_uneven(work *w) {
+    w->link = (of_network_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
+    w->processor *= 1e-3 * random_fraction();
+    for (size_t i = 0; i < w->n; i++) {
+        w->ready[i] = (i ? w->ready[i - 1] : 0) + 1e-2 * random_fraction();
+        w->bytes[i] = random_below(40 << 20);
     }
 }
-END_TEST
 
 /* As early as can be up to each end of a group, with as many groups; and no fewer are as early. */
 static void check_costly_plan(const work *w, const fused *f, double tolerance) {
@@ -238,55 +195,49 @@ static void check_costly_plan(const work *w, const fused *f, double tolerance) {
     for (size_t end = 1; end < w->n; end++) {
         if (f->group[end] == f->group[end - 1])
             continue;
-        double finish = 0;
-        ck_assert_int_eq(
-            of_fused_finish(w->ready, w->bytes, f->group, end, &w->link, w->processor, &finish),
-            OF_OK);
+        const double finish = finish_of(w, f, end);
         const double in_as_many = least_finish_in(w, end, f->group[end]);
         ck_assert_msg(finish <= in_as_many * (1 + tolerance), "%.17g instead of %.17g", finish,
                       in_as_many);
     }
 }
 
-START_TEST(where_messages_cost_a_plan_is_through_as_early_as_any_grouping_with_the_fewest) {
-    size_t groups = 0, fewer = 0;
+/* Where messages cost nothing every group is; where they cost, the last with the fewest groups. */
+TESTS(a_plan_is_through_as_early_as_any_grouping_can_be, 2 * 2) {
+    const bool costs = row % 2, uneven = row / 2;
+    const double tolerance = uneven ? 1e-12 : 0;
+    size_t between = 0, alone = 0, fewer = 0;
     for (int round = 0; round < MANY; round++) {
-        work w = random_messages_that_cost();
+        work w = costs ? random_messages_that_cost() : random_messages();
+        if (uneven)
+            make_uneven(&w);
         const fused f = fuse(&w, OF_FUSION_PLANNED, 0);
-        check_costly_plan(&w, &f, 0);
-        groups += f.n_groups > 1 && f.n_groups < w.n;
+        between += f.n_groups > 1 && f.n_groups < w.n;
+        alone += f.n_groups == w.n;
+        if (!costs) {
+            for (size_t end = w.n; end > 0; end--)
+                if (end == w.n || f.group[end] != f.group[end - 1])
+                    check_end(&w, &f, end, tolerance);
+            continue;
+        }
+        check_costly_plan(&w, &f, tolerance);
         w.processor = 0;
         fewer += f.n_groups < fuse(&w, OF_FUSION_PLANNED, 0).n_groups;
     }
-    ck_assert_msg(groups >= MANY / 20 && fewer >= MANY / 20, "%zu, %zu", groups, fewer);
+    if (!uneven)
+        ck_assert_msg(between >= MANY / 20 && (costs ? fewer : alone) >= MANY / 20, "%zu, %zu, %zu",
+                      between, alone, fewer);
 }
-END_TEST
 
-START_TEST(a_plan_of_any_costs_is_as_good_up_to_rounding) {
-    for (int round = 0; round < MANY; round++) {
-        work w = random_messages();
-        w.link = (of_network_link){.latency = 1e-2 * random_fraction(), .seconds_per_byte = 3e-10};
-        w.processor = 1e-3 * random_fraction();
-        for (size_t i = 0; i < w.n; i++) {
-            w.ready[i] = (i ? w.ready[i - 1] : 0) + 1e-2 * random_fraction();
-            w.bytes[i] = random_below(40 << 20);
-        }
-        const fused f = fuse(&w, OF_FUSION_PLANNED, 0);
-        check_costly_plan(&w, &f, 1e-12);
-    }
-}
-END_TEST
-
-START_TEST(messages_that_cost_more_than_they_save_are_one) {
+TEST(messages_that_cost_more_than_they_save_are_one) {
     for (int round = 0; round < MANY; round++) {
         work w = random_messages();
         w.processor = 1e6;
         ck_assert_uint_eq(fuse(&w, OF_FUSION_PLANNED, 0).n_groups, 1);
     }
 }
-END_TEST
 
-START_TEST(no_other_fusion_beats_a_plan) {
+TEST(no_other_fusion_beats_a_plan) {
     int worse[OF_FUSION_PLANNED] = {0};
     for (int round = 0; round < MANY; round++) {
         const work w = round % 2 ? random_messages() : random_messages_that_cost();
@@ -300,22 +251,18 @@ START_TEST(no_other_fusion_beats_a_plan) {
     for (int how = 0; how < OF_FUSION_PLANNED; how++)
         ck_assert_msg(worse[how] >= MANY / 20, "fusion %d is worse in %d cases", how, worse[how]);
 }
-END_TEST
 
-START_TEST(no_message_is_a_plan_of_no_group) {
+TEST(no_message_is_a_plan_of_no_group) {
     const of_network_link link = {.latency = 1};
     for (int how = 0; how <= OF_FUSION_PLANNED; how++) {
         size_t n_groups = 7;
-        ck_assert_int_eq(
-            of_fuse_messages((of_fusion)how, NULL, NULL, 0, &link, how % 2, 1, NULL, &n_groups),
-            OF_OK);
+        OK(of_fuse_messages((of_fusion)how, NULL, NULL, 0, &link, how % 2, 1, NULL, &n_groups));
         ck_assert_uint_eq(n_groups, 0);
     }
     double finish = 7;
-    ck_assert_int_eq(of_fused_finish(NULL, NULL, NULL, 0, &link, 1, &finish), OF_OK);
+    OK(of_fused_finish(NULL, NULL, NULL, 0, &link, 1, &finish));
     ck_assert_double_eq(finish, 0);
 }
-END_TEST
 
 /* Two messages that are fine, until a test spoils one thing. */
 typedef struct call {
@@ -333,109 +280,59 @@ static const call fine = {.how = OF_FUSION_PLANNED, .ready = {0, 1}, .bytes = {1
 static void refused(const call *c, const char *message) {
     uint32_t group[] = {71, 72};
     size_t n_groups = 73;
-    ck_assert_int_eq(of_fuse_messages(c->how, c->ready, c->bytes, c->n, &c->link, c->processor, 0,
-                                      group, &n_groups),
-                     OF_INVALID);
-    ck_assert_msg(strstr(of_error_message(), message), "%s", of_error_message());
+    INVALID(of_fuse_messages(c->how, c->ready, c->bytes, c->n, &c->link, c->processor, 0, group,
+                             &n_groups),
+            message);
     ck_assert(group[0] == 71 && group[1] == 72 && n_groups == 73);
 }
 
-START_TEST(bad_messages_are_refused_and_change_nothing) {
+TEST(bad_messages_are_refused_and_change_nothing) {
     static const double bad[] = {-1e-300, NAN, INFINITY};
-    call c;
+#define REFUSED(change, words)                                                                     \
+    do {                                                                                           \
+        call c = fine;                                                                             \
+        change;                                                                                    \
+        refused(&c, words);                                                                        \
+    } while (0)
     for (size_t i = 0; i < 3; i++) {
-        c = fine;
-        c.ready[1] = bad[i];
-        refused(&c, "message 1 is ready at");
-        c = fine;
-        c.link.latency = bad[i];
-        refused(&c, "neither may be negative or infinite");
-        c = fine;
-        c.link.seconds_per_byte = bad[i];
-        refused(&c, "neither may be negative or infinite");
-        c = fine;
-        c.processor = bad[i];
-        refused(&c, "s of the processor: give a time that is neither");
+        REFUSED(c.ready[1] = bad[i], "message 1 is ready at");
+        REFUSED(c.link.latency = bad[i], "neither may be negative or infinite");
+        REFUSED(c.link.seconds_per_byte = bad[i], "neither may be negative or infinite");
+        REFUSED(c.processor = bad[i], "s of the processor: give a time that is neither");
     }
-    c = fine;
-    c.bytes[0] = UINT64_MAX;
-    refused(&c, "do not fit 64 bits");
-    c = fine;
-    c.link.latency = 1e308;
-    refused(&c, "out of range");
-    c = fine;
-    c.link.seconds_per_byte = 1e308;
-    refused(&c, "out of range");
-    c = fine;
-    c.processor = 1e308;
-    refused(&c, "out of range");
-    c = fine;
-    c.how = (of_fusion)5;
-    refused(&c, "no fusion 5");
-    c.how = (of_fusion)-1;
-    refused(&c, "no fusion -1");
-    c = fine;
-    c.n = SIZE_MAX;
-    refused(&c, "more than there are groups");
+    REFUSED(c.bytes[0] = UINT64_MAX, "do not fit 64 bits");
+    REFUSED(c.link.latency = 1e308, "out of range");
+    REFUSED(c.link.seconds_per_byte = 1e308, "out of range");
+    REFUSED(c.processor = 1e308, "out of range");
+    REFUSED(c.how = (of_fusion)5, "no fusion 5");
+    REFUSED(c.how = (of_fusion)-1, "no fusion -1");
+    REFUSED(c.n = SIZE_MAX, "more than there are groups");
 }
-END_TEST
 
-START_TEST(missing_arrays_are_refused) {
-    const double *ready = fine.ready;
-    const uint64_t *bytes = fine.bytes;
-    uint32_t group[] = {0, 0};
+/* One of them at a time. */
+TESTS(missing_arrays_are_refused, 5) {
+    uint32_t groups[] = {0, 0};
     size_t count;
     double finish;
-    const of_fusion how = OF_FUSION_EACH;
-    ck_assert_int_eq(of_fuse_messages(how, NULL, bytes, 2, &fine.link, 0, 0, group, &count),
-                     OF_INVALID);
-    ck_assert_int_eq(of_fuse_messages(how, ready, NULL, 2, &fine.link, 0, 0, group, &count),
-                     OF_INVALID);
-    ck_assert_int_eq(of_fuse_messages(how, ready, bytes, 2, NULL, 0, 0, group, &count), OF_INVALID);
-    ck_assert_int_eq(of_fuse_messages(how, ready, bytes, 2, &fine.link, 0, 0, NULL, &count),
-                     OF_INVALID);
-    ck_assert_int_eq(of_fuse_messages(how, ready, bytes, 2, &fine.link, 0, 0, group, NULL),
-                     OF_INVALID);
-    ck_assert_int_eq(of_fused_finish(NULL, bytes, group, 2, &fine.link, 0, &finish), OF_INVALID);
-    ck_assert_int_eq(of_fused_finish(ready, NULL, group, 2, &fine.link, 0, &finish), OF_INVALID);
-    ck_assert_int_eq(of_fused_finish(ready, bytes, NULL, 2, &fine.link, 0, &finish), OF_INVALID);
-    ck_assert_int_eq(of_fused_finish(ready, bytes, group, 2, NULL, 0, &finish), OF_INVALID);
-    ck_assert_int_eq(of_fused_finish(ready, bytes, group, 2, &fine.link, 0, NULL), OF_INVALID);
+    const double *ready = row == 0 ? NULL : fine.ready;
+    const uint64_t *bytes = row == 1 ? NULL : fine.bytes;
+    const of_network_link *link = row == 2 ? NULL : &fine.link;
+    uint32_t *group = row == 3 ? NULL : groups;
+    INVALID(of_fuse_messages(OF_FUSION_EACH, ready, bytes, 2, link, 0, 0, group,
+                             row == 4 ? NULL : &count),
+            "");
+    INVALID(of_fused_finish(ready, bytes, group, 2, link, 0, row == 4 ? NULL : &finish), "");
 }
-END_TEST
 
-START_TEST(groups_that_are_none_have_no_finish) {
+TEST(groups_that_are_none_have_no_finish) {
     static const double ready[3] = {0};
     static const uint64_t bytes[3] = {1, 1, 1};
     static const uint32_t bad[][3] = {
         {1, 1, 1}, {0, 2, 2}, {0, 1, 0}, {UINT32_MAX, 0, 0}, {0, 0, UINT32_MAX}};
     double finish = 71;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        ck_assert_int_eq(of_fused_finish(ready, bytes, bad[i], 3, &fine.link, 0, &finish),
-                         OF_INVALID);
-        ck_assert_ptr_nonnull(strstr(of_error_message(), "Take groups from of_fuse_messages()"));
+        INVALID(of_fused_finish(ready, bytes, bad[i], 3, &fine.link, 0, &finish),
+                "Take groups from of_fuse_messages()");
     }
     ck_assert_double_eq(finish, 71);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("K-FAC plan");
-    TCase *tests = tcase_create("K-FAC plan");
-    tcase_set_timeout(tests, 60);
-    tcase_add_test(tests, each_fusion_has_the_groups_of_its_definition);
-    tcase_add_test(tests, a_finish_is_that_of_the_definition);
-    tcase_add_test(tests, every_group_of_a_plan_is_through_as_early_as_any_grouping_can_be);
-    tcase_add_test(tests, a_plan_of_any_numbers_is_as_good_up_to_rounding);
-    tcase_add_test(tests,
-                   where_messages_cost_a_plan_is_through_as_early_as_any_grouping_with_the_fewest);
-    tcase_add_test(tests, a_plan_of_any_costs_is_as_good_up_to_rounding);
-    tcase_add_test(tests, messages_that_cost_more_than_they_save_are_one);
-    tcase_add_test(tests, no_other_fusion_beats_a_plan);
-    tcase_add_test(tests, no_message_is_a_plan_of_no_group);
-    tcase_add_test(tests, bad_messages_are_refused_and_change_nothing);
-    tcase_add_test(tests, missing_arrays_are_refused);
-    tcase_add_test(tests, groups_that_are_none_have_no_finish);
-    suite_add_tcase(suite, tests);
-    return run(suite);
 }

@@ -4,10 +4,8 @@
  * puts the functions below in place of malloc() and its like; the fake host
  * allocates by another way. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "fake_device.h"
-#include "fixture.h"
 #include "planners/kfac/factors.h"
 #include "planners/kfac/plan.h"
 #include "planners/reorder/reorder.h"
@@ -86,129 +84,99 @@ void __wrap_free(void *memory) {
         (status) = (call);                                                                         \
         until_failure = -1;                                                                        \
     } while (0)
-
-START_TEST(plan_reports_it) {
-    fake_host *host = fake_host_new();
-    of_plan *plan = NULL;
-    of_status status;
-    WITH_FAILURE(0, status, of_plan_create(&host->table, "adam", NULL, &plan));
-    ck_assert_int_eq(status, OF_NO_MEMORY);
-    ck_assert_ptr_null(plan);
-    ck_assert_str_eq(of_error_message(), "out of memory for a plan");
-    fake_host_free(host);
-}
-END_TEST
-
-START_TEST(group_and_slot_report_it) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
-    of_status status;
-    WITH_FAILURE(0, status, of_plan_set_group(f->plan, 2, f->hyper[0], 8));
-    ck_assert_int_eq(status, OF_NO_MEMORY);
-    fake_tensor *tensor = fake_tensor_new(f->host, OF_FLOAT32, 1, 2);
-    tensor->owned = true;
-    WITH_FAILURE(0, status, of_plan_add_slot(f->plan, tensor, 0, false, NULL));
-    ck_assert_int_eq(status, OF_NO_MEMORY);
-    ck_assert_int_eq(tensor->drops, 1);
-    twin *t = add(f, 10);
-    backward(t);
-    step(f);
-    teardown(f);
-}
-END_TEST
-
-START_TEST(step_reports_it) {
-    for (int n = 0; n < 20; n++) {
-        fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
-        for (int i = 0; i < 20; i++)
-            add(f, 5);
-        backward_all(f);
-        of_status status;
-        WITH_FAILURE(n, status, of_plan_step(f->plan, NULL, 0, NULL));
-        ck_assert_int_eq(status, OF_NO_MEMORY);
-        ck_assert_str_eq(of_error_message(), "out of memory for an update");
-        ck_assert_int_eq(atomic_load(&f->host->holds), 0);
-        ck_assert_uint_eq(counts(f).created, 0);
-        step(f);
-        teardown(f);
-    }
-}
-END_TEST
+#define RUNS_OUT(n, call, words)                                                                   \
+    do {                                                                                           \
+        of_status status;                                                                          \
+        WITH_FAILURE(n, status, call);                                                             \
+        FAILS(OF_NO_MEMORY, status, words);                                                        \
+    } while (0)
+#define WORKS_WITH_FAILURE(n, call)                                                                \
+    do {                                                                                           \
+        of_status status;                                                                          \
+        WITH_FAILURE(n, status, call);                                                             \
+        OK(status);                                                                                \
+    } while (0)
 
 /* Must come first: the registry's table is made once in a process. */
-START_TEST(update_that_finds_no_room_in_the_registry_is_launched_at_once) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
-    for (int i = 0; i < 5; i++)
-        add(f, 5);
-    backward_all(f);
-    for (size_t i = 0; i < f->n; i++)
-        expect_update(f, &f->twins[i]);
-    of_status status;
+FORWARD(update_that_finds_no_room_in_the_registry_is_launched_at_once) {
+    add_some(f, 5, 5);
+    backward_expected(f);
     in_a_row = 2; /* for all together, and for the first of them by itself */
-    WITH_FAILURE(5, status, of_plan_step(f->plan, NULL, 0, NULL));
-    ck_assert_int_eq(status, OF_OK);
+    WORKS_WITH_FAILURE(5, of_plan_step(f->plan, NULL, 0, NULL));
     ck_assert(failed);
     ck_assert_uint_eq(counts(f).at_once, 1);
     ck_assert_uint_eq(counts(f).pending, 4);
+}
+
+TEST(plan_reports_it) {
+    fake_host *host = fake_host_new();
+    of_plan *plan = NULL;
+    RUNS_OUT(0, of_plan_create(&host->table, "adam", NULL, &plan), "out of memory for a plan");
+    ck_assert_ptr_null(plan);
+    fake_host_free(host);
+}
+
+FORWARD(group_and_slot_report_it) {
+    RUNS_OUT(0, of_plan_set_group(f->plan, 2, f->hyper[0], 8), "out of memory");
+    fake_tensor *tensor = fake_tensor_new(f->host, OF_FLOAT32, 1, 2);
+    tensor->owned = true;
+    RUNS_OUT(0, of_plan_add_slot(f->plan, tensor, 0, false, NULL), "out of memory");
+    ck_assert_int_eq(tensor->drops, 1);
+    pending(f, 10);
+}
+
+TESTS(step_reports_it, 20) {
+    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
+    add_some(f, 20, 5);
+    backward_all(f);
+    RUNS_OUT(row, of_plan_step(f->plan, NULL, 0, NULL), "out of memory for an update");
+    ck_assert_int_eq(atomic_load(&f->host->holds), 0);
+    ck_assert_uint_eq(counts(f).created, 0);
+    step(f);
     teardown(f);
 }
-END_TEST
 
-START_TEST(gradient_reports_it) {
-    fixture *f = setup(OF_BACKWARD, 0);
+BACKWARD(gradient_reports_it, 0) {
     twin *t = add(f, OF_SERIAL_ELEMENTS);
     of_pass *pass = NULL;
     bool first = false;
     backward(t);
-    of_status status;
-    WITH_FAILURE(0, status, of_pass_begin(f->plan, 7, &pass, &first));
-    ck_assert_int_eq(status, OF_NO_MEMORY);
+    RUNS_OUT(0, of_pass_begin(f->plan, 7, &pass, &first), "out of memory");
     ck_assert(!pass && !first);
     f->pass = begin_pass(f);
-    WITH_FAILURE(2, status, ready(f, t->slot)); /* behind what it waits in, twice */
-    ck_assert_int_eq(status, OF_NO_MEMORY);
+    RUNS_OUT(2, ready(f, t->slot), "out of memory"); /* behind what it waits in, twice */
     ck_assert_int_eq(atomic_load(&f->host->holds), 0);
     expect_update(f, t);
-    ck_assert_int_eq(ready(f, t->slot), OF_OK);
+    OK(ready(f, t->slot));
     ck_assert(launched(t));
-    teardown(f);
 }
-END_TEST
 
 /* A gradient that finds no room to wait is updated at once. */
-START_TEST(a_gradient_that_finds_no_room_does_not_wait) {
-    fixture *f = setup(OF_BACKWARD, 0);
+BACKWARD(a_gradient_that_finds_no_room_does_not_wait, 0) {
     twin *t = add(f, 10);
-    of_status status;
     f->pass = begin_pass(f);
     backward(t);
     expect_update(f, t);
-    WITH_FAILURE(0, status, ready(f, t->slot));
-    ck_assert_int_eq(status, OF_OK);
+    WORKS_WITH_FAILURE(0, ready(f, t->slot));
     ck_assert(failed && launched(t));
-    teardown(f);
 }
-END_TEST
 
 /* Where a launch leaves nothing in flight, the device must have done it. */
-START_TEST(launch_without_room_for_its_stream_waits_for_the_device) {
-    for (int broken = 0; broken < 2; broken++) {
-        fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
-        twin *t = add_on_device(f, 10, 0);
-        of_accessed touched;
-        backward(t);
-        step(f);
-        device.fails_to_record = broken;
-        WITH_FAILURE(0, touched, of_access(t->tensor->param, false));
-        ck_assert_int_eq(touched, broken ? OF_ACCESS_FAILED : OF_IN_FLIGHT);
-        ck_assert_int_eq(device.launches, 1);
-        ck_assert_int_eq(device.synchronized, !broken);
-        ck_assert_uint_eq(counts(f).in_flight, 0);
-        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), broken ? OF_REFUSED : OF_OK);
-        ck_assert_int_eq(device.timeline.races, 0);
-        teardown_unchecked(f);
-    }
+TESTS(launch_without_room_for_its_stream_waits_for_the_device, 2) {
+    const bool broken = row != 0;
+    fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
+    twin *t = pending_on_device(f, 10);
+    of_accessed touched;
+    device.fails_to_record = broken;
+    WITH_FAILURE(0, touched, of_access(t->tensor->param, false));
+    ck_assert_int_eq(touched, broken ? OF_ACCESS_FAILED : OF_IN_FLIGHT);
+    ck_assert_int_eq(device.launches, 1);
+    ck_assert_int_eq(device.synchronized, !broken);
+    ck_assert_uint_eq(counts(f).in_flight, 0);
+    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), broken ? OF_REFUSED : OF_OK);
+    expect_no_race();
+    teardown_unchecked(f);
 }
-END_TEST
 
 /* Without Check in between: its allocations would be tracked. */
 static size_t left_behind(fake_host *host, of_mode mode) {
@@ -242,39 +210,27 @@ static size_t left_behind(fake_host *host, of_mode mode) {
     return n_live;
 }
 
-START_TEST(plan_gives_all_its_memory_back) {
-    for (int mode = OF_FORWARD; mode <= OF_BACKWARD; mode++) {
-        fake_host *host = fake_host_new();
-        host->consumes = mode == OF_BACKWARD;
-        for (int i = 0; i < 20; i++) {
-            fake_tensor *tensor = fake_tensor_new(host, OF_FLOAT32, 10, 2);
-            tensor->owned = true;
-            tensor->shared = i % 4 == 0;
-        }
-        ck_assert_uint_eq(left_behind(host, (of_mode)mode), 0);
-        fake_host_free(host);
+TESTS(plan_gives_all_its_memory_back, 2) {
+    fake_host *host = fake_host_new();
+    host->consumes = row == OF_BACKWARD;
+    for (int i = 0; i < 20; i++) {
+        fake_tensor *tensor = fake_tensor_new(host, OF_FLOAT32, 10, 2);
+        tensor->owned = true;
+        tensor->shared = i % 4 == 0;
     }
+    ck_assert_uint_eq(left_behind(host, (of_mode)row), 0);
+    fake_host_free(host);
 }
-END_TEST
 
-START_TEST(repeated_steps_allocate_nothing) {
-    fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
-    for (int i = 0; i < 20; i++)
-        add(f, 50);
-    backward_all(f);
-    step(f);
+FORWARD(repeated_steps_allocate_nothing) {
+    add_some(f, 20, 50);
+    train(f);
     for (int i = 0; i < 10; i++) {
-        of_status status;
-        backward_all(f);
-        for (size_t k = 0; k < f->n; k++)
-            expect_update(f, &f->twins[k]);
-        WITH_FAILURE(0, status, of_plan_step(f->plan, NULL, 0, NULL));
-        ck_assert_int_eq(status, OF_OK);
+        backward_expected(f);
+        WORKS_WITH_FAILURE(0, of_plan_step(f->plan, NULL, 0, NULL));
         ck_assert_msg(!failed, "step() allocated");
     }
-    teardown(f);
 }
-END_TEST
 
 /* Each allocation of a function fails in turn, until none does. */
 #define FAILS_IN_TURN(call)                                                                        \
@@ -290,106 +246,66 @@ END_TEST
         ck_assert_int_gt(n, 1);                                                                    \
     } while (0)
 
-START_TEST(plans_of_weight_gradients_report_it) {
-    static const of_layer_work layers[] = {{.input_bytes = 1, .weight_bytes = 1},
-                                           {.weight_gradient = 1, .weight_bytes = 1}};
-    static const uint32_t places[] = {1, 0};
-    const of_network network = {.link = {.latency = 1}};
+static const of_layer_work layers[] = {{.input_bytes = 1, .weight_bytes = 1},
+                                       {.weight_gradient = 1, .weight_bytes = 1}};
+static const uint32_t places[] = {1, 0};
+static const of_network network = {.link = {.latency = 1}};
+static const double ready_at[] = {0, 1};
+static const uint64_t message_bytes[] = {1, 1};
+static const uint32_t factor_sizes[] = {2, 3};
+
+static of_status fuse(of_fusion how, double processor, uint32_t *group, size_t *n_groups) {
+    return of_fuse_messages(how, ready_at, message_bytes, 2, &network.link, processor,
+                            how == OF_FUSION_PLANNED ? 0 : 1, group, n_groups);
+}
+
+static of_status place(int32_t *owner, double *load) {
+    return of_place_inverses(OF_PLACEMENT_BALANCED, factor_sizes, 2, 2, 0, owner, load);
+}
+
+static of_status make_factors(void) {
+    static const size_t elements[] = {1, 3};
+    static const uint32_t order[] = {0, 1};
+    const of_factors_host none = {.struct_size = sizeof none};
+    of_factors *made = NULL;
+    of_status status = of_factors_create(elements, 2, &none, &made);
+    if (status == OF_OK)
+        status = of_factors_arrange(made, order, order);
+    of_factors_destroy(made);
+    return status;
+}
+
+TEST(planners_report_it) {
+    const of_inversion cost = {.cubic_coefficient = 1};
     of_reorder_times times;
     uint64_t bytes;
-    size_t k;
+    uint32_t group[2];
+    int32_t owner[2];
+    double load[2], seconds;
+    size_t found;
     n_live = 0;
     tracking = true;
     FAILS_IN_TURN(of_reorder_is_valid(places, 2) ? OF_OK : OF_NO_MEMORY);
     FAILS_IN_TURN(of_reorder_peak_bytes(layers, 2, places, &bytes));
     FAILS_IN_TURN(of_reorder_simulate(layers, 2, places, &network, true, &times));
-    FAILS_IN_TURN(of_reorder_best_k(layers, 2, &network, true, 9, &k, &times));
-    tracking = false;
-}
-END_TEST
-
-static const double ready_at[] = {0, 1};
-static const uint64_t message_bytes[] = {1, 1};
-static const uint32_t factor_sizes[] = {2, 3};
-static const of_network_link factor_link = {.latency = 1};
-
-START_TEST(plans_of_factors_report_it) {
-    const of_inversion cost = {.cubic_coefficient = 1};
-    uint32_t group[2];
-    int32_t owner[2];
-    double load[2], seconds;
-    size_t n_groups;
-    n_live = 0;
-    tracking = true;
-    FAILS_IN_TURN(of_fuse_messages(OF_FUSION_PLANNED, ready_at, message_bytes, 2, &factor_link, 0,
-                                   0, group, &n_groups));
-    FAILS_IN_TURN(of_fuse_messages(OF_FUSION_PLANNED, ready_at, message_bytes, 2, &factor_link, 1,
-                                   0, group, &n_groups));
-    FAILS_IN_TURN(of_place_inverses(OF_PLACEMENT_BALANCED, factor_sizes, 2, 2, 0, owner, load));
+    FAILS_IN_TURN(of_reorder_best_k(layers, 2, &network, true, 9, &found, &times));
+    FAILS_IN_TURN(fuse(OF_FUSION_PLANNED, 0, group, &found));
+    FAILS_IN_TURN(fuse(OF_FUSION_PLANNED, 1, group, &found));
+    FAILS_IN_TURN(place(owner, load));
     FAILS_IN_TURN(of_simulate_inverses(&cost, factor_sizes, owner, 2, 2, &seconds));
-    tracking = false;
-}
-END_TEST
-
-static of_status make_factors(void) {
-    static const size_t elements[] = {1, 3};
-    static const uint32_t places[] = {0, 1};
-    const of_factors_host none = {.struct_size = sizeof none};
-    of_factors *made = NULL;
-    of_status status = of_factors_create(elements, 2, &none, &made);
-    if (status == OF_OK)
-        status = of_factors_arrange(made, places, places);
-    of_factors_destroy(made);
-    return status;
-}
-
-START_TEST(factors_report_it) {
-    n_live = 0;
-    tracking = true;
     FAILS_IN_TURN(make_factors());
     tracking = false;
 }
-END_TEST
 
-START_TEST(plans_of_factors_that_fail_write_nothing) {
+TEST(plans_of_factors_that_fail_write_nothing) {
     uint32_t group[] = {71, 72};
     int32_t owner[] = {73, 74};
     double load[] = {75, 76};
     size_t n_groups = 77;
-    of_status status;
-    for (of_fusion how = OF_FUSION_EACH; how <= OF_FUSION_PLANNED; how++) {
-        WITH_FAILURE(how == OF_FUSION_PLANNED, status,
-                     of_fuse_messages(how, ready_at, message_bytes, 2, &factor_link, 0, 1, group,
-                                      &n_groups));
-        ck_assert_int_eq(status, OF_NO_MEMORY);
-    }
-    for (int n = 0; n < 2; n++) {
-        WITH_FAILURE(n, status,
-                     of_place_inverses(OF_PLACEMENT_BALANCED, factor_sizes, 2, 2, 0, owner, load));
-        ck_assert_int_eq(status, OF_NO_MEMORY);
-    }
+    for (of_fusion how = OF_FUSION_EACH; how <= OF_FUSION_PLANNED; how++)
+        RUNS_OUT(how == OF_FUSION_PLANNED, fuse(how, 0, group, &n_groups), "out of memory");
+    for (int n = 0; n < 2; n++)
+        RUNS_OUT(n, place(owner, load), "out of memory");
     ck_assert(group[0] == 71 && group[1] == 72 && n_groups == 77);
     ck_assert(owner[0] == 73 && owner[1] == 74 && load[0] == 75 && load[1] == 76);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("out of memory");
-    TCase *all = tcase_create("out of memory");
-    tcase_set_timeout(all, 60);
-    tcase_add_test(all, update_that_finds_no_room_in_the_registry_is_launched_at_once);
-    tcase_add_test(all, step_reports_it);
-    tcase_add_test(all, plan_reports_it);
-    tcase_add_test(all, group_and_slot_report_it);
-    tcase_add_test(all, gradient_reports_it);
-    tcase_add_test(all, a_gradient_that_finds_no_room_does_not_wait);
-    tcase_add_test(all, launch_without_room_for_its_stream_waits_for_the_device);
-    tcase_add_test(all, plans_of_weight_gradients_report_it);
-    tcase_add_test(all, plans_of_factors_report_it);
-    tcase_add_test(all, factors_report_it);
-    tcase_add_test(all, plans_of_factors_that_fail_write_nothing);
-    tcase_add_test(all, plan_gives_all_its_memory_back);
-    tcase_add_test(all, repeated_steps_allocate_nothing);
-    suite_add_tcase(suite, all);
-    return run(suite);
 }

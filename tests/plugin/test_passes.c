@@ -2,17 +2,15 @@
 /* Backward passes: tokens, what waits in which, threads, late completions, and passes that
  * only add. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "fake_device.h"
-#include "fixture.h"
 
 enum { BUCKET = 4000 }; /* bytes: 1000 float32 elements */
 
 static of_pass *begin(const fixture *f, of_token token, bool first_one) {
     of_pass *pass = NULL;
     bool first = !first_one;
-    ck_assert_msg(of_pass_begin(f->plan, token, &pass, &first) == OF_OK, "%s", of_error_message());
+    OK(of_pass_begin(f->plan, token, &pass, &first));
     ck_assert_int_eq(first, first_one);
     return pass;
 }
@@ -21,23 +19,17 @@ static void complete(fixture *f, of_pass *pass, twin *t) {
     size_t at = 0;
     backward(t);
     expect_update(f, t);
-    ck_assert_msg(of_pass_ready(pass, t->slot, &at) == OF_OK, "%s", of_error_message());
+    OK(of_pass_ready(pass, t->slot, &at));
 }
 
 static void end(of_pass *pass) {
     size_t at = 0;
-    ck_assert_msg(of_pass_end(pass, &at) == OF_OK, "%s", of_error_message());
+    OK(of_pass_end(pass, &at));
     of_pass_release(pass);
 }
 
-static void confirm(const fixture *f) {
-    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
-}
-
-START_TEST(a_token_is_one_pass_until_it_ends) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 10);
-    twin *b = add(f, 10);
+BACKWARD(a_token_is_one_pass_until_it_ends, BUCKET) {
+    twin *a = add(f, 10), *b = add(f, 10);
     of_pass *pass = begin(f, UINT64_MAX, true);
     of_pass *again = begin(f, UINT64_MAX, false);
     ck_assert_ptr_eq(pass, again);
@@ -47,45 +39,23 @@ START_TEST(a_token_is_one_pass_until_it_ends) {
     of_pass_release(again);
     end(pass);
     ck_assert(launched(a) && launched(b));
-    confirm(f);
+    step_only(f);
     pass = begin(f, UINT64_MAX, true); /* a token may be used again */
     complete(f, pass, a);
     end(pass);
-    confirm(f);
+    step_only(f);
     ck_assert_int_eq(atomic_load(&f->host->begun), 2);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(small_gradients_wait_until_they_have_the_bytes_of_a_bucket) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    for (int i = 0; i < 4; i++)
-        add(f, 300);
-    of_pass *pass = begin(f, 1, true);
-    for (size_t i = 0; i < 3; i++)
-        complete(f, pass, &f->twins[i]);
-    ck_assert_uint_eq(counts(f).created, 0);
-    ck_assert_ptr_nonnull(f->twins[0].tensor->grad);
-    complete(f, pass, &f->twins[3]);
-    ck_assert_uint_eq(counts(f).created, 4);
-    ck_assert_uint_eq(counts(f).launches, 1);
-    end(pass);
-    confirm(f);
-    teardown(f);
-}
-END_TEST
-
-START_TEST(what_waits_can_be_run_before_the_end) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+BACKWARD(what_waits_can_be_run_before_the_end, BUCKET) {
     size_t at = 0;
-    twin *a = add(f, 10);
-    twin *b = add(f, 10);
+    twin *a = add(f, 10), *b = add(f, 10);
     of_pass *pass = begin(f, 1, true);
     of_pass *other = begin(f, 2, true);
     complete(f, other, b);
     complete(f, pass, a);
     ck_assert_uint_eq(counts(f).created, 0);
-    ck_assert_int_eq(of_pass_run(pass, &at), OF_OK);
+    OK(of_pass_run(pass, &at));
     ck_assert(launched(a) && !of_plan_is_updated(f->plan, b->slot));
     twin *c = add(f, 10); /* the pass goes on */
     complete(f, pass, c);
@@ -93,32 +63,11 @@ START_TEST(what_waits_can_be_run_before_the_end) {
     end(pass);
     end(other);
     ck_assert(launched(b) && launched(c));
-    confirm(f);
-    teardown(f);
+    step_only(f);
 }
-END_TEST
 
-START_TEST(what_is_large_takes_along_what_waits) {
-    for (int by_elements = 0; by_elements < 2; by_elements++) {
-        fixture *f = setup(OF_BACKWARD, by_elements ? 0 : BUCKET);
-        twin *small = add(f, by_elements ? OF_SERIAL_ELEMENTS - 1 : 999);
-        twin *large = add(f, by_elements ? OF_SERIAL_ELEMENTS : 1000);
-        of_pass *pass = begin(f, 1, true);
-        complete(f, pass, small);
-        ck_assert_uint_eq(counts(f).created, 0);
-        complete(f, pass, large);
-        ck_assert(launched(small) && launched(large));
-        end(pass);
-        confirm(f);
-        teardown(f);
-    }
-}
-END_TEST
-
-START_TEST(two_passes_each_take_their_own) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 10);
-    twin *b = add(f, 10);
+BACKWARD(two_passes_each_take_their_own, BUCKET) {
+    twin *a = add(f, 10), *b = add(f, 10);
     of_pass *first = begin(f, 1, true);
     of_pass *second = begin(f, 2, true);
     complete(f, first, a);
@@ -127,146 +76,120 @@ START_TEST(two_passes_each_take_their_own) {
     ck_assert(launched(b) && !of_plan_is_updated(f->plan, a->slot));
     end(first);
     ck_assert(launched(a));
-    confirm(f);
-    teardown(f);
+    step_only(f);
 }
-END_TEST
 
 /* The gradient has both by then, and step() applies the sum. */
-START_TEST(what_two_passes_add_to_is_left_to_step) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+BACKWARD(what_two_passes_add_to_is_left_to_step, BUCKET) {
     twin *t = add(f, 10);
     size_t at = 0;
     of_pass *first = begin(f, 1, true);
     of_pass *second = begin(f, 2, true);
     backward(t);
     expect_update(f, t);
-    ck_assert_int_eq(of_pass_ready(first, t->slot, &at), OF_OK);
-    ck_assert_int_eq(of_pass_ready(second, t->slot, &at), OF_OK);
+    OK(of_pass_ready(first, t->slot, &at));
+    OK(of_pass_ready(second, t->slot, &at));
     end(first);
     end(second);
     ck_assert(!of_plan_unconfirmed(f->plan) && counts(f).created == 0);
     ck_assert_uint_eq(counts(f).in_step, 0);
-    confirm(f);
+    step_only(f);
     ck_assert(launched(t));
     ck_assert_uint_eq(counts(f).in_step, 1);
+}
+
+TESTS(an_abandoned_pass_leaves_its_gradients_to_step, 2) {
+    fixture *f = setup(OF_BACKWARD, BUCKET);
+    twin *a = add(f, 10), *b = add(f, 2000);
+    of_pass *pass = begin(f, 1, true);
+    complete(f, pass, a);
+    if (row) { /* without a word */
+        of_pass_release(pass);
+    } else {
+        of_pass_abandon(pass);
+        complete(f, pass, b);
+        end(pass);
+    }
+    ck_assert(!of_plan_unconfirmed(f->plan) && counts(f).created == 0);
+    step_only(f);
+    ck_assert(launched(a) && launched(b));
     teardown(f);
 }
-END_TEST
 
-START_TEST(an_abandoned_pass_leaves_its_gradients_to_step) {
-    for (int how = 0; how < 2; how++) {
-        fixture *f = setup(OF_BACKWARD, BUCKET);
-        twin *a = add(f, 10);
-        twin *b = add(f, 2000);
-        of_pass *pass = begin(f, 1, true);
-        complete(f, pass, a);
-        if (how) { /* without a word */
-            of_pass_release(pass);
-        } else {
-            of_pass_abandon(pass);
-            complete(f, pass, b);
-            end(pass);
-        }
-        ck_assert(!of_plan_unconfirmed(f->plan) && counts(f).created == 0);
-        confirm(f);
-        ck_assert(launched(a) && launched(b));
-        teardown(f);
-    }
+TESTS(what_is_ready_after_the_end_is_updated_at_once, 2) {
+    fixture *f = row ? setup_on_device(OF_BACKWARD, BUCKET) : setup(OF_BACKWARD, BUCKET);
+    twin *a = row ? add_on_device(f, 10, 0) : add(f, 10);
+    twin *b = row ? add_on_device(f, 10, 0) : add(f, 10);
+    of_pass *pass = begin(f, 1, true);
+    size_t at = 0;
+    of_pass_retain(pass); /* for the completion */
+    complete(f, pass, a);
+    end(pass);
+    complete(f, pass, b);
+    ck_assert(launched(a) && launched(b));
+    ck_assert_uint_eq(counts(f).pending + counts(f).in_flight, 0);
+    backward(b);
+    ck_assert_int_eq(of_pass_ready(pass, b->slot, &at), OF_TWICE);
+    ck_assert_uint_eq(at, b->slot);
+    of_pass_release(pass);
+    step_only(f);
+    teardown(f);
 }
-END_TEST
 
-START_TEST(what_is_ready_after_the_end_is_updated_at_once) {
-    for (int on_device = 0; on_device < 2; on_device++) {
-        fixture *f = on_device ? setup_on_device(OF_BACKWARD, BUCKET) : setup(OF_BACKWARD, BUCKET);
-        twin *a = on_device ? add_on_device(f, 10, 0) : add(f, 10);
-        twin *b = on_device ? add_on_device(f, 10, 0) : add(f, 10);
-        of_pass *pass = begin(f, 1, true);
-        size_t at = 0;
-        of_pass_retain(pass); /* for the completion */
-        complete(f, pass, a);
-        end(pass);
-        complete(f, pass, b);
-        ck_assert(launched(a) && launched(b));
-        ck_assert_uint_eq(counts(f).pending + counts(f).in_flight, 0);
-        backward(b);
-        ck_assert_int_eq(of_pass_ready(pass, b->slot, &at), OF_TWICE);
-        ck_assert_uint_eq(at, b->slot);
-        of_pass_release(pass);
-        confirm(f);
-        teardown(f);
-    }
-}
-END_TEST
-
-START_TEST(a_pass_outlives_its_plan) {
+TEST(a_pass_outlives_its_plan) {
     fixture *f = setup(OF_BACKWARD, BUCKET);
     twin *t = add(f, 10);
     size_t at = 0;
     of_pass *pass = begin(f, 1, true);
     backward(t);
-    ck_assert_int_eq(of_pass_ready(pass, t->slot, &at), OF_OK);
+    OK(of_pass_ready(pass, t->slot, &at));
     teardown_unchecked(f);
-    ck_assert_int_eq(of_pass_ready(pass, 0, &at), OF_INVALID);
+    INVALID(of_pass_ready(pass, 0, &at), "");
     end(pass);
 }
-END_TEST
 
-START_TEST(a_failure_in_ready_leaves_what_waited_to_step) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
-    twin *a = add(f, 10);
-    twin *b = add(f, 2000);
+BACKWARD(a_failure_in_ready_leaves_what_waited_to_step, BUCKET) {
+    twin *a = add(f, 10), *b = add(f, 2000);
     size_t at = 0;
     of_pass *pass = begin(f, 1, true);
     backward(a);
     backward(b);
     a->tensor->broken = true;
-    ck_assert_int_eq(of_pass_ready(pass, a->slot, &at), OF_OK);
-    ck_assert_int_eq(of_pass_ready(pass, b->slot, &at), OF_INVALID);
+    OK(of_pass_ready(pass, a->slot, &at));
+    INVALID(of_pass_ready(pass, b->slot, &at), "");
     ck_assert_uint_eq(at, a->slot);
     a->tensor->broken = false;
     end(pass);
     ck_assert(!of_plan_unconfirmed(f->plan) && counts(f).created == 0);
     expect_update(f, a);
     expect_update(f, b);
-    confirm(f);
-    teardown(f);
+    step_only(f);
 }
-END_TEST
 
-START_TEST(step_in_the_middle_of_a_pass_takes_what_waits) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+BACKWARD(step_in_the_middle_of_a_pass_takes_what_waits, BUCKET) {
     twin *t = add(f, 10);
     of_pass *pass = begin(f, 1, true);
     complete(f, pass, t);
-    confirm(f);
+    step_only(f);
     ck_assert(launched(t));
     complete(f, pass, t);
     end(pass);
-    confirm(f);
-    teardown(f);
+    step_only(f);
 }
-END_TEST
 
-START_TEST(a_pass_that_the_host_refuses_has_not_begun) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+BACKWARD(a_pass_that_the_host_refuses_has_not_begun, BUCKET) {
     of_pass *pass = NULL;
     bool first = true;
     f->host->refuses = true;
-    ck_assert_int_eq(of_pass_begin(f->plan, 1, &pass, &first), OF_REFUSED);
-    ck_assert_str_eq(of_error_message(), "the host is not ready for backward");
+    FAILS(OF_REFUSED, of_pass_begin(f->plan, 1, &pass, &first),
+          "the host is not ready for backward");
     ck_assert(!pass && !first);
     f->host->refuses = false;
     end(begin(f, 1, true));
-    teardown(f);
 }
-END_TEST
 
-static fixture *counting(size_t passes, bool on_device) {
-    fake_host *host = fake_host_new();
-    if (on_device)
-        fake_device_attach(host);
-    fixture *f = setup_with(host, OF_BACKWARD, BUCKET);
+static fixture *counting(size_t passes) {
+    fixture *f = setup(OF_BACKWARD, BUCKET);
     of_plan_release(f->plan);
     of_plan_options options = {.struct_size = sizeof options,
                                .mode = OF_BACKWARD,
@@ -274,9 +197,8 @@ static fixture *counting(size_t passes, bool on_device) {
                                .vector_bytes = 64,
                                .isa = of_isa_detect(),
                                .passes = passes};
-    ck_assert_int_eq(of_plan_create(&host->table, "adam", &options, &f->plan), OF_OK);
-    ck_assert_int_eq(of_plan_set_group(f->plan, 0, f->hyper[0], of_plan_rule(f->plan)->n_hyper),
-                     OF_OK);
+    OK(of_plan_create(&f->host->table, "adam", &options, &f->plan));
+    set_lr(f, 0, f->hyper[0][0]);
     return f;
 }
 
@@ -284,13 +206,12 @@ static void add_pass(fixture *f, of_token token, twin *t, bool only_adds) {
     of_pass *pass = begin(f, token, true);
     ck_assert_int_eq(of_pass_only_adds(pass), only_adds);
     size_t at = 0;
-    ck_assert_int_eq(of_pass_ready(pass, t->slot, &at), OF_OK);
+    OK(of_pass_ready(pass, t->slot, &at));
     end(pass);
     ck_assert_int_eq(of_plan_is_updated(f->plan, t->slot), !only_adds);
 }
 
-START_TEST(all_but_the_last_of_the_counted_passes_only_add) {
-    fixture *f = counting(3, false);
+WITH(all_but_the_last_of_the_counted_passes_only_add, counting(3), teardown) {
     twin *t = add(f, 10);
     of_token token = 0;
     for (int step = 0; step < 3; step++) {
@@ -299,25 +220,22 @@ START_TEST(all_but_the_last_of_the_counted_passes_only_add) {
             add_pass(f, ++token, t, true);
         expect_update(f, t);
         add_pass(f, ++token, t, false);
-        confirm(f);
+        step_only(f);
     }
     ck_assert_int_eq(atomic_load(&f->host->begun), 9);
     ck_assert_int_eq(atomic_load(&f->host->begun_adding), 6);
     backward(t);
     add_pass(f, ++token, t, true);
     expect_update(f, t);
-    confirm(f); /* a step of fewer passes */
+    step_only(f); /* a step of fewer passes */
     backward(t);
     add_pass(f, ++token, t, true);
     of_plan_restart_count(f->plan); /* its gradients are thrown away */
     add_pass(f, ++token, t, true);
     fake_set_grad(t->tensor, NULL);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(a_pass_with_two_beginnings_counts_once_and_a_refused_one_not_at_all) {
-    fixture *f = counting(2, false);
+WITH(a_pass_with_two_beginnings_counts_once_and_a_refused_one_not_at_all, counting(2), teardown) {
     of_pass *pass = NULL;
     bool first;
     f->host->refuses = true;
@@ -330,12 +248,9 @@ START_TEST(a_pass_with_two_beginnings_counts_once_and_a_refused_one_not_at_all) 
     pass = begin(f, 9, true);
     ck_assert(!of_pass_only_adds(pass));
     end(pass);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(passes_that_begin_in_a_context_only_add) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+BACKWARD(passes_that_begin_in_a_context_only_add, BUCKET) {
     twin *t = add(f, 10);
     backward(t);
     of_pass *before = begin(f, 1, true);
@@ -349,13 +264,10 @@ START_TEST(passes_that_begin_in_a_context_only_add) {
     end(before);
     expect_update(f, t);
     add_pass(f, 3, t, false);
-    confirm(f);
-    teardown(f);
+    step_only(f);
 }
-END_TEST
 
-START_TEST(adding_to_what_was_updated_is_refused) {
-    fixture *f = setup(OF_BACKWARD, BUCKET);
+BACKWARD(adding_to_what_was_updated_is_refused, BUCKET) {
     twin *t = add(f, 10);
     size_t at = 9;
     of_pass *pass = begin(f, 1, true);
@@ -363,15 +275,12 @@ START_TEST(adding_to_what_was_updated_is_refused) {
     end(pass);
     of_plan_add_only(f->plan, 1);
     pass = begin(f, 2, true);
-    ck_assert_int_eq(of_pass_ready(pass, t->slot, &at), OF_TWICE);
+    FAILS(OF_TWICE, of_pass_ready(pass, t->slot, &at), "call step() first");
     ck_assert_uint_eq(at, t->slot);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "call step() first"));
     of_pass_release(pass);
     of_plan_add_only(f->plan, -1);
-    confirm(f);
-    teardown(f);
+    step_only(f);
 }
-END_TEST
 
 /* Threads */
 
@@ -386,7 +295,7 @@ typedef struct crowd {
     atomic_int firsts;
 } crowd;
 
-static void *train(void *opaque) {
+static void *train_one(void *opaque) {
     crowd *c = opaque;
     const size_t number = (size_t)atomic_fetch_add(&c->next, 1);
     size_t at = 0;
@@ -421,7 +330,9 @@ static void *train(void *opaque) {
     return NULL;
 }
 
-static void train_in_threads(bool shared) {
+/* Each with a pass of its own, or with one that all share. */
+TESTS(threads_train_together, 2) {
+    const bool shared = row != 0;
     crowd c = {.f = setup(OF_BACKWARD, BUCKET)};
     pthread_t threads[THREADS];
     c.f->host->n_threads = 1;
@@ -429,17 +340,15 @@ static void train_in_threads(bool shared) {
         add(c.f, i % 3 ? 100 + i : 1200);
     pthread_barrier_init(&c.barrier, NULL, THREADS + 1);
     for (int i = 0; i < THREADS; i++)
-        ck_assert_int_eq(pthread_create(&threads[i], NULL, train, &c), 0);
+        ck_assert_int_eq(pthread_create(&threads[i], NULL, train_one, &c), 0);
     for (int round = 0; round < ROUNDS; round++) {
-        backward_all(c.f);
-        for (size_t i = 0; i < c.f->n; i++)
-            expect_update(c.f, &c.f->twins[i]);
+        backward_expected(c.f);
         if (shared)
             atomic_fetch_add(&c.token, 1);
         for (int i = 0; i < 2 + shared; i++)
             pthread_barrier_wait(&c.barrier);
         ck_assert_uint_eq(of_plan_unconfirmed(c.f->plan), THREADS * EACH);
-        confirm(c.f);
+        step_only(c.f);
     }
     for (int i = 0; i < THREADS; i++)
         pthread_join(threads[i], NULL);
@@ -447,44 +356,4 @@ static void train_in_threads(bool shared) {
     ck_assert_int_eq(atomic_load(&c.wrong), 0);
     ck_assert_int_eq(atomic_load(&c.firsts), shared ? ROUNDS : ROUNDS * THREADS);
     teardown(c.f);
-}
-
-START_TEST(threads_with_a_pass_each) {
-    train_in_threads(false);
-}
-END_TEST
-
-START_TEST(threads_that_share_a_pass) {
-    train_in_threads(true);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("passes");
-    TCase *tests = tcase_create("passes");
-    tcase_add_test(tests, a_token_is_one_pass_until_it_ends);
-    tcase_add_test(tests, small_gradients_wait_until_they_have_the_bytes_of_a_bucket);
-    tcase_add_test(tests, what_waits_can_be_run_before_the_end);
-    tcase_add_test(tests, what_is_large_takes_along_what_waits);
-    tcase_add_test(tests, two_passes_each_take_their_own);
-    tcase_add_test(tests, what_two_passes_add_to_is_left_to_step);
-    tcase_add_test(tests, an_abandoned_pass_leaves_its_gradients_to_step);
-    tcase_add_test(tests, what_is_ready_after_the_end_is_updated_at_once);
-    tcase_add_test(tests, a_pass_outlives_its_plan);
-    tcase_add_test(tests, a_failure_in_ready_leaves_what_waited_to_step);
-    tcase_add_test(tests, step_in_the_middle_of_a_pass_takes_what_waits);
-    tcase_add_test(tests, a_pass_that_the_host_refuses_has_not_begun);
-    suite_add_tcase(suite, tests);
-    TCase *adding = tcase_create("passes that only add");
-    tcase_add_test(adding, all_but_the_last_of_the_counted_passes_only_add);
-    tcase_add_test(adding, a_pass_with_two_beginnings_counts_once_and_a_refused_one_not_at_all);
-    tcase_add_test(adding, passes_that_begin_in_a_context_only_add);
-    tcase_add_test(adding, adding_to_what_was_updated_is_refused);
-    suite_add_tcase(suite, adding);
-    TCase *threads = tcase_create("threads");
-    tcase_set_timeout(threads, 120);
-    tcase_add_test(threads, threads_with_a_pass_each);
-    tcase_add_test(threads, threads_that_share_a_pass);
-    suite_add_tcase(suite, threads);
-    return run(suite);
 }

@@ -22,14 +22,14 @@ static double least_cut(const double *costs, size_t n, size_t parts) {
     return best;
 }
 
-START_TEST(the_cut_is_the_best_of_all) {
+TEST(the_cut_is_the_best_of_all) {
     for (int k = 0; k < CUTS; k++) {
         double costs[10], largest, most = 0;
         const size_t n = random_below(11), parts = 1 + random_below(6);
         size_t first[8] = {[7] = 99};
         for (size_t i = 0; i < n; i++)
             costs[i] = (double)random_below(30);
-        ck_assert_int_eq(of_pipeline_cut(costs, n, parts, first, &largest), OF_OK);
+        OK(of_pipeline_cut(costs, n, parts, first, &largest));
         ck_assert_double_eq(largest, least_cut(costs, n, parts));
         ck_assert(first[0] == 0 && first[parts] == n && first[7] == 99);
         for (size_t s = 0; s < parts; s++) {
@@ -43,36 +43,32 @@ START_TEST(the_cut_is_the_best_of_all) {
         ck_assert_double_eq(most, largest);
     }
 }
-END_TEST
 
-START_TEST(bad_cuts_are_refused_and_change_nothing) {
+TEST(bad_cuts_are_refused_and_change_nothing) {
     double costs[] = {1, 2, 3}, largest = 77;
     size_t first[4] = {5, 5, 5, 5};
-    ck_assert_int_eq(of_pipeline_cut(costs, 3, 0, first, &largest), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_cut(costs, 3, SIZE_MAX, first, &largest), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_cut(costs, SIZE_MAX, 3, first, &largest), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_cut(NULL, 3, 3, first, &largest), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_cut(costs, 3, 3, NULL, &largest), OF_INVALID);
+    INVALID(of_pipeline_cut(costs, 3, 0, first, &largest), "");
+    INVALID(of_pipeline_cut(costs, 3, SIZE_MAX, first, &largest), "");
+    INVALID(of_pipeline_cut(costs, SIZE_MAX, 3, first, &largest), "");
+    INVALID(of_pipeline_cut(NULL, 3, 3, first, &largest), "");
+    INVALID(of_pipeline_cut(costs, 3, 3, NULL, &largest), "");
     static const double bad[] = {-1, NAN, INFINITY};
     for (int i = 0; i < 3; i++) {
         costs[1] = bad[i];
-        ck_assert_int_eq(of_pipeline_cut(costs, 3, 3, first, &largest), OF_INVALID);
-        ck_assert_ptr_nonnull(strstr(of_error_message(), "cost 1 is"));
+        INVALID(of_pipeline_cut(costs, 3, 3, first, &largest), "cost 1 is");
     }
     costs[0] = costs[1] = 1e308;
-    ck_assert_int_eq(of_pipeline_cut(costs, 3, 3, first, &largest), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "out of range"));
+    INVALID(of_pipeline_cut(costs, 3, 3, first, &largest), "out of range");
     ck_assert(first[0] == 5 && first[3] == 5 && largest == 77);
 }
-END_TEST
 
 /* The seconds a batch of each process, by the places alone. */
-static double largest_load(const drawn *d) {
+static double largest_load(void) {
     double load[MOST_STAGES] = {0}, most = 0;
     bool trained = false;
-    for (size_t i = 0; i < d->p.n; i++) {
-        const of_pipeline_layer *l = &d->layers[i];
-        const of_pipeline_place *at = &d->places[i];
+    for (size_t i = 0; i < d.p.n; i++) {
+        const of_pipeline_layer *l = &d.layers[i];
+        const of_pipeline_place *at = &d.places[i];
         const double dx = trained ? l->input_gradient : 0;
         const double first = at->split ? dx * at->split / l->channels : dx;
         for (int32_t r = 0; r < at->replicas; r++) {
@@ -84,94 +80,88 @@ static double largest_load(const drawn *d) {
             }
             if (at->replicas > 1 && l->weight_bytes)
                 load[at->forward + r] += 2 * (at->replicas - 1) *
-                                         (d->link.latency + (double)l->weight_bytes / at->replicas *
-                                                                d->link.seconds_per_byte) /
+                                         (d.link.latency + (double)l->weight_bytes / at->replicas *
+                                                               d.link.seconds_per_byte) /
                                          at->replicas;
         }
         if (at->split)
             load[at->second_input_gradient] += dx - first;
         trained = trained || l->weight_bytes;
     }
-    for (size_t q = 0; q < d->p.processes; q++)
+    for (size_t q = 0; q < d.p.processes; q++)
         most = fmax(most, load[q]);
     return most;
 }
 
-static double place_by(drawn *d, of_strategy strategy) {
+static double place_by(of_strategy strategy) {
     double largest;
-    d->p.strategy = strategy;
-    ck_assert_int_eq(of_pipeline_place_layers(&d->p, &d->link, d->places, &largest), OF_OK);
-    ck_assert_msg(of_pipeline_check(&d->p) == OF_OK, "%s", of_error_message());
-    ck_assert_double_eq_tol(largest, largest_load(d), 1e-9 * (largest + 1));
+    d.p.strategy = strategy;
+    OK(of_pipeline_place_layers(&d.p, &d.link, d.places, &largest));
+    OK(of_pipeline_check(&d.p));
+    ck_assert_double_eq_tol(largest, largest_load(), 1e-9 * (largest + 1));
     return largest;
 }
 
-START_TEST(placements_have_the_loads_they_say_and_more_freedom_is_no_worse) {
+TEST(placements_have_the_loads_they_say_and_more_freedom_is_no_worse) {
     int split = 0, moved = 0, replicated = 0;
     for (int k = 0; k < PLANS; k++) {
-        drawn d;
-        draw(&d, 0);
-        free(d.tasks);
-        set_strategy(&d, OF_PIPELINE_1F1B);
-        const double stages = place_by(&d, OF_PIPELINE_1F1B);
-        ck_assert_double_eq(place_by(&d, OF_PIPELINE_GPIPE), stages);
-        ck_assert_double_le(place_by(&d, OF_PIPELINE_REPLICATED), stages * (1 + 1e-12));
+        draw(0);
+        set_strategy(OF_PIPELINE_1F1B);
+        const double stages = place_by(OF_PIPELINE_1F1B);
+        ck_assert_double_eq(place_by(OF_PIPELINE_GPIPE), stages);
+        ck_assert_double_le(place_by(OF_PIPELINE_REPLICATED), stages * (1 + 1e-12));
         for (size_t i = 0; i < d.p.n; i++)
             replicated += d.places[i].replicas > 1;
-        ck_assert_double_eq(place_by(&d, OF_PIPELINE_1F1B_FLUSH), stages);
-        ck_assert_double_eq(place_by(&d, OF_PIPELINE_FAST_FORWARD), stages);
-        const double apart = place_by(&d, OF_PIPELINE_INTRA);
+        ck_assert_double_eq(place_by(OF_PIPELINE_1F1B_FLUSH), stages);
+        ck_assert_double_eq(place_by(OF_PIPELINE_FAST_FORWARD), stages);
+        const double apart = place_by(OF_PIPELINE_INTRA);
         ck_assert_double_le(apart, stages);
         for (size_t i = 0; i < d.p.n; i++) {
             moved += d.places[i].weight_gradient != d.places[i].forward;
             ck_assert_uint_eq(d.places[i].split, 0);
         }
-        ck_assert_double_le(place_by(&d, OF_PIPELINE_LAYERPIPE), apart);
+        ck_assert_double_le(place_by(OF_PIPELINE_LAYERPIPE), apart);
         for (size_t i = 0; i < d.p.n; i++)
             split += d.places[i].split > 0;
     }
     ck_assert_msg(split > 100 && moved > 100 && replicated > 100, "%d split, %d moved, %d shared",
                   split, moved, replicated);
 }
-END_TEST
 
-START_TEST(modulo_deals_layers_in_turns) {
+TEST(modulo_deals_layers_in_turns) {
     for (int k = 0; k < PLANS; k++) {
-        drawn d;
-        draw(&d, 0);
-        free(d.tasks);
-        set_strategy(&d, OF_PIPELINE_MODULO);
-        place_by(&d, OF_PIPELINE_MODULO);
+        draw(0);
+        set_strategy(OF_PIPELINE_MODULO);
+        place_by(OF_PIPELINE_MODULO);
         for (size_t i = 0; i < d.p.n; i++)
             ck_assert_int_eq(d.places[i].forward, (int)(i / d.p.chunk % d.p.processes));
     }
 }
-END_TEST
 
 /* All stages with all replicas, one process less at a time. */
-static double least_replicated(const drawn *d, size_t from, size_t processes) {
+static double least_replicated(size_t from, size_t processes) {
     double best = INFINITY;
-    if (from == d->p.n)
+    if (from == d.p.n)
         return 0;
-    for (size_t to = from + 1; to <= d->p.n; to++)
+    for (size_t to = from + 1; to <= d.p.n; to++)
         for (size_t r = 1; r <= processes; r++) {
             double load = 0;
             for (size_t i = from; i < to; i++) {
-                const of_pipeline_layer *l = &d->layers[i];
+                const of_pipeline_layer *l = &d.layers[i];
                 load += l->forward + l->update + l->weight_gradient + (i ? l->input_gradient : 0) +
                         2 * ((double)r - 1) *
-                            (d->link.latency +
-                             (double)l->weight_bytes / (double)r * d->link.seconds_per_byte);
+                            (d.link.latency +
+                             (double)l->weight_bytes / (double)r * d.link.seconds_per_byte);
             }
-            best = fmin(best, fmax(load / (double)r, least_replicated(d, to, processes - r)));
+            best = fmin(best, fmax(load / (double)r, least_replicated(to, processes - r)));
         }
     return best;
 }
 
-START_TEST(replicated_stages_are_the_best_of_all) {
+TEST(replicated_stages_are_the_best_of_all) {
     for (int k = 0; k < 200; k++) {
-        drawn d = {.p = {.strategy = OF_PIPELINE_REPLICATED, .micro_batches = 1}};
-        own(&d);
+        fresh();
+        d.p.strategy = OF_PIPELINE_REPLICATED;
         d.p.n = 1 + random_below(6);
         d.p.processes = 1 + random_below(5);
         d.link = (of_network_link){(double)random_below(3), (double)random_below(2) / 8};
@@ -179,93 +169,78 @@ START_TEST(replicated_stages_are_the_best_of_all) {
             d.layers[i] = random_pipeline_layer(0);
             d.layers[i].weight_bytes += 1;
         }
-        const double best = least_replicated(&d, 0, d.p.processes);
-        ck_assert_double_le(fabs(place_by(&d, OF_PIPELINE_REPLICATED) - best), 1e-9 * best);
+        const double best = least_replicated(0, d.p.processes);
+        ck_assert_double_le(fabs(place_by(OF_PIPELINE_REPLICATED) - best), 1e-9 * best);
     }
 }
-END_TEST
 
 /* n layers of one second a task, layer i on process on[i]. */
-static void on_processes(drawn *d, of_strategy strategy, size_t n, const int32_t *on) {
-    memset(d, 0, sizeof *d);
-    own(d);
-    d->p.strategy = strategy;
-    d->p.micro_batches = 1;
-    d->p.chunk = strategy == OF_PIPELINE_MODULO;
-    d->p.n = n;
-    d->p.processes = MOST_STAGES;
+static void on_processes(of_strategy strategy, size_t n, const int32_t *on) {
+    fresh();
+    d.p.strategy = strategy;
+    d.p.chunk = strategy == OF_PIPELINE_MODULO;
+    d.p.n = n;
+    d.p.processes = MOST_STAGES;
     for (size_t i = 0; i < n; i++) {
-        d->layers[i] = (of_pipeline_layer){1, 1, 1, 1, 4, 4, 4, 64, true};
-        d->places[i] = (of_pipeline_place){on[i], on[i], on[i], OF_NO_PROCESS, 0, 1};
+        d.layers[i] = (of_pipeline_layer){1, 1, 1, 1, 4, 4, 4, 64, true};
+        d.places[i] = (of_pipeline_place){on[i], on[i], on[i], OF_NO_PROCESS, 0, 1};
     }
 }
 
-static void check_delays(const drawn *d, const uint32_t *expected) {
+static void check_delays(const uint32_t *expected) {
     uint32_t delays[MOST_LAYERS];
-    ck_assert_int_eq(of_pipeline_delays(&d->p, delays), OF_OK);
-    for (size_t i = 0; i < d->p.n; i++)
+    OK(of_pipeline_delays(&d.p, delays));
+    for (size_t i = 0; i < d.p.n; i++)
         ck_assert_msg(delays[i] == expected[i], "layer %zu: D = %u instead of %u", i, delays[i],
                       expected[i]);
 }
 
-START_TEST(delays_are_the_stages_after_or_twice_as_many_in_slots) {
-    drawn d;
+TEST(delays_are_the_stages_after_or_twice_as_many_in_slots) {
     static const int32_t on[] = {0, 0, 1, 2, 2, 3};
-    on_processes(&d, OF_PIPELINE_1F1B, 6, on);
-    check_delays(&d, (uint32_t[]){3, 3, 2, 1, 1, 0});
+    on_processes(OF_PIPELINE_1F1B, 6, on);
+    check_delays((uint32_t[]){3, 3, 2, 1, 1, 0});
     for (int s = 0; s < OF_PIPELINE_STRATEGIES; s++) {
-        on_processes(&d, (of_strategy)s, 6, on);
+        on_processes((of_strategy)s, 6, on);
         if (s == OF_PIPELINE_GPIPE || s >= OF_PIPELINE_1F1B_FLUSH)
-            check_delays(&d, (uint32_t[]){0, 0, 0, 0, 0, 0});
+            check_delays((uint32_t[]){0, 0, 0, 0, 0, 0});
     }
-    on_processes(&d, OF_PIPELINE_INTRA, 6, on);
-    check_delays(&d, (uint32_t[]){6, 6, 4, 2, 2, 0});
+    on_processes(OF_PIPELINE_INTRA, 6, on);
+    check_delays((uint32_t[]){6, 6, 4, 2, 2, 0});
     d.places[5].weight_gradient = 4; /* there and back */
-    check_delays(&d, (uint32_t[]){6, 6, 4, 2, 2, 2});
+    check_delays((uint32_t[]){6, 6, 4, 2, 2, 2});
     d.places[5].weight_gradient = 3;
     d.places[4].weight_gradient = 3; /* where the gradient of its output is */
-    check_delays(&d, (uint32_t[]){6, 6, 4, 2, 2, 0});
+    check_delays((uint32_t[]){6, 6, 4, 2, 2, 0});
     d.p.strategy = OF_PIPELINE_LAYERPIPE;
     d.places[2].split = 16; /* the second part is a slot later than the first, and so is layer 1 */
     d.places[2].second_input_gradient = 0;
-    check_delays(&d, (uint32_t[]){6, 6, 4, 2, 2, 0});
+    check_delays((uint32_t[]){6, 6, 4, 2, 2, 0});
     d.places[2].second_input_gradient = 4;
-    check_delays(&d, (uint32_t[]){6, 6, 4, 2, 2, 0});
+    check_delays((uint32_t[]){6, 6, 4, 2, 2, 0});
 }
-END_TEST
 
-START_TEST(replicas_have_fewer_batches_under_way) {
-    drawn d;
+TEST(replicas_have_fewer_batches_under_way) {
     static const int32_t on[] = {0, 0, 3, 5};
-    on_processes(&d, OF_PIPELINE_REPLICATED, 4, on);
+    on_processes(OF_PIPELINE_REPLICATED, 4, on);
     d.places[0].replicas = d.places[1].replicas = 3;
     d.places[2].replicas = 2;
-    check_delays(&d, (uint32_t[]){1, 1, 1, 0}); /* ceil(6 / 3) - 1, ceil(3 / 2) - 1, 0 */
+    check_delays((uint32_t[]){1, 1, 1, 0}); /* ceil(6 / 3) - 1, ceil(3 / 2) - 1, 0 */
     ck_assert_uint_eq(of_pipeline_group(&d.p, 1), 3);
     ck_assert_uint_eq(of_pipeline_group(&d.p, 2), 2);
 }
-END_TEST
 
-static void refused(drawn *d, const char *why) {
+TEST(bad_pipelines_are_refused) {
+    on_processes(OF_PIPELINE_LAYERPIPE, 3, (int32_t[]){0, 1, 2});
+    const drawn good = d;
     uint32_t delays[MOST_LAYERS] = {77};
-    ck_assert_int_eq(of_pipeline_check(&d->p), OF_INVALID);
-    ck_assert_msg(strstr(of_error_message(), why) != NULL, "'%s' is not in: %s", why,
-                  of_error_message());
-    ck_assert_int_eq(of_pipeline_delays(&d->p, delays), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_schedule(&d->p, &d->link, 1, d->tasks), OF_INVALID);
-    ck_assert_uint_eq(delays[0], 77);
-}
-
-START_TEST(bad_pipelines_are_refused) {
-    static const int32_t on[] = {0, 1, 2};
-    drawn good, d;
-    on_processes(&good, OF_PIPELINE_LAYERPIPE, 3, on);
 #define REFUSED(change, why)                                                                       \
     do {                                                                                           \
         d = good;                                                                                  \
-        own(&d);                                                                                   \
         change;                                                                                    \
-        refused(&d, why);                                                                          \
+        INVALID(of_pipeline_check(&d.p), why);                                                     \
+        INVALID(of_pipeline_delays(&d.p, delays), why);                                            \
+        INVALID(of_pipeline_schedule(&d.p, &d.link, 1, d.tasks), why);                             \
+        ck_assert_uint_eq(delays[0], 77);                                                          \
     } while (0)
     REFUSED(d.p.n = 0, "needs 1 to");
     REFUSED(d.p.layers = NULL, "needs 1 to");
@@ -306,147 +281,102 @@ START_TEST(bad_pipelines_are_refused) {
     REFUSED((d.layers[1].movable = false, d.places[1].weight_gradient = 2), "place it whole");
     REFUSED((d.p.strategy = OF_PIPELINE_1F1B, d.places[1].weight_gradient = 2), "place it whole");
     REFUSED((d.p.strategy = OF_PIPELINE_1F1B, d.places[2] = d.places[0]), "stages are contiguous");
-    d = good;
-    own(&d);
-    d.p.strategy = OF_PIPELINE_REPLICATED;
-    d.places[0].replicas = 2;
-    refused(&d, "stages are contiguous");
-    d.places[0].replicas = INT32_MAX;
-    refused(&d, "replicas");
-    ck_assert_int_eq(of_pipeline_check(NULL), OF_INVALID);
+    REFUSED((d.p.strategy = OF_PIPELINE_REPLICATED, d.places[0].replicas = 2),
+            "stages are contiguous");
+    REFUSED((d.p.strategy = OF_PIPELINE_REPLICATED, d.places[0].replicas = INT32_MAX), "replicas");
+    INVALID(of_pipeline_check(NULL), "");
 }
-END_TEST
 
-START_TEST(bad_placements_are_refused_and_change_nothing) {
-    static const int32_t on[] = {0, 1, 2};
-    drawn d;
+TEST(bad_placements_are_refused_and_change_nothing) {
     of_pipeline_place places[3] = {{.forward = 7}};
-    on_processes(&d, OF_PIPELINE_LAYERPIPE, 3, on);
+    on_processes(OF_PIPELINE_LAYERPIPE, 3, (int32_t[]){0, 1, 2});
     double largest = 77;
-    ck_assert_int_eq(of_pipeline_place_layers(NULL, &d.link, places, &largest), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_place_layers(&d.p, NULL, places, &largest), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_place_layers(&d.p, &d.link, NULL, &largest), OF_INVALID);
+    INVALID(of_pipeline_place_layers(NULL, &d.link, places, &largest), "");
+    INVALID(of_pipeline_place_layers(&d.p, NULL, places, &largest), "");
+    INVALID(of_pipeline_place_layers(&d.p, &d.link, NULL, &largest), "");
     d.link.latency = -1;
-    ck_assert_int_eq(of_pipeline_place_layers(&d.p, &d.link, places, &largest), OF_INVALID);
+    INVALID(of_pipeline_place_layers(&d.p, &d.link, places, &largest), "");
     d.link.latency = 0;
     d.layers[0].forward = d.layers[1].forward = 1e308;
-    ck_assert_int_eq(of_pipeline_place_layers(&d.p, &d.link, places, &largest), OF_INVALID);
-    ck_assert_ptr_nonnull(strstr(of_error_message(), "out of range"));
+    INVALID(of_pipeline_place_layers(&d.p, &d.link, places, &largest), "out of range");
     ck_assert(places[0].forward == 7 && largest == 77);
 }
-END_TEST
 
-/* The tasks of one process, as F3 X3 W3 U3: the letter of the kind and the batch, layer 0 only. */
-static const char *row(const drawn *d, int32_t process) {
+/* The tasks of one process, as F3.0 X3.0: the letter of the kind, the layer and the batch. */
+static const char *tasks_of(int32_t process) {
     static char text[400];
     size_t at = 0;
     text[0] = 0;
-    for (size_t k = 0; k < d->n; k++)
-        if (d->tasks[k].process == process)
-            at +=
-                (size_t)snprintf(text + at, sizeof text - at, "%s%c%d.%d", at ? " " : "",
-                                 "FXYWU"[d->tasks[k].kind], d -> tasks[k].layer, d->tasks[k].batch);
+    for (size_t k = 0; k < d.n; k++)
+        if (d.tasks[k].process == process)
+            at += (size_t)snprintf(text + at, sizeof text - at, "%s%c%d.%d", at ? " " : "",
+                                   "FXYWU"[d.tasks[k].kind], d.tasks[k].layer, d.tasks[k].batch);
     return text;
 }
 
-START_TEST(schedules_are_those_of_their_papers) {
-    static const int32_t on[] = {0, 1, 2};
-    drawn d;
-    on_processes(&d, OF_PIPELINE_1F1B, 3, on);
-    d.batches = 4;
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 0), "F0.0 F0.1 F0.2 W0.0 U0.0 F0.3 W0.1 U0.1 W0.2 U0.2 W0.3 U0.3");
-    ck_assert_str_eq(row(&d, 2), "F2.0 X2.0 W2.0 U2.0 F2.1 X2.1 W2.1 U2.1 F2.2 X2.2 W2.2 U2.2 "
-                                 "F2.3 X2.3 W2.3 U2.3");
-    ck_assert_str_eq(row(&d, 3), "");
-    free(d.tasks);
-    on_processes(&d, OF_PIPELINE_GPIPE, 3, on);
-    d.p.micro_batches = 2;
-    d.batches = 3; /* the second group is not complete */
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 1), "F1.0 F1.1 X1.0 W1.0 X1.1 W1.1 U1.1 F1.2 X1.2 W1.2 U1.2");
-    free(d.tasks);
-    on_processes(&d, OF_PIPELINE_LAYERPIPE, 2, on);
-    d.batches = 3;
-    d.places[1].weight_gradient = 2;
+static void split_gradients(void) { /* F0 slot 0, F1 and X1 1, Y1 and W1 2, U1 and W0 3 */
+    d.places[1].weight_gradient = d.places[1].second_input_gradient = 2;
     d.places[1].split = 16;
-    d.places[1].second_input_gradient = 2;
-    schedule(&d); /* F0 slot 0, F1 and X1 1, Y1 and W1 2, U1 and W0 3 */
-    ck_assert_str_eq(row(&d, 0), "F0.0 F0.1 F0.2 W0.0 U0.0 W0.1 U0.1 W0.2 U0.2");
-    ck_assert_str_eq(row(&d, 1), "F1.0 X1.0 F1.1 X1.1 F1.2 X1.2 U1.0 U1.1 U1.2");
-    ck_assert_str_eq(row(&d, 2), "Y1.0 W1.0 Y1.1 W1.1 Y1.2 W1.2");
-    free(d.tasks);
-    on_processes(&d, OF_PIPELINE_REPLICATED, 2, (int32_t[]){0, 2});
+}
+
+static void two_replicas(void) {
     d.places[0].replicas = 2;
-    d.batches = 4;
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 0), "F0.0 F0.2 W0.0 U0.0 W0.2 U0.2");
-    ck_assert_str_eq(row(&d, 1), "F0.1 F0.3 W0.1 U0.1 W0.3 U0.3");
-    free(d.tasks);
 }
-END_TEST
 
-/* One second each; dW wait, but where no other batch may begin. */
-START_TEST(fast_forward_takes_dx_then_f_then_dw) {
-    drawn d;
-    on_processes(&d, OF_PIPELINE_1F1B_FLUSH, 3, (int32_t[]){0, 1, 2});
-    d.p.micro_batches = 3;
-    d.batches = 4; /* the second group is not complete */
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 0), "F0.0 F0.1 F0.2 W0.0 W0.1 W0.2 U0.2 F0.3 W0.3 U0.3");
-    ck_assert_str_eq(row(&d, 2), "F2.0 X2.0 W2.0 F2.1 X2.1 W2.1 F2.2 X2.2 W2.2 U2.2 "
-                                 "F2.3 X2.3 W2.3 U2.3");
-    free(d.tasks);
-    on_processes(&d, OF_PIPELINE_FAST_FORWARD, 3, (int32_t[]){0, 1, 2});
-    d.p.micro_batches = d.batches = 4;
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 0), "F0.0 F0.1 F0.2 F0.3 W0.0 W0.1 W0.2 W0.3 U0.3");
-    ck_assert_str_eq(row(&d, 1), "F1.0 F1.1 F1.2 X1.0 F1.3 X1.1 W1.0 X1.2 W1.1 X1.3 W1.2 W1.3 "
-                                 "U1.3");
-    ck_assert_str_eq(row(&d, 2), "F2.0 X2.0 F2.1 X2.1 F2.2 X2.2 F2.3 X2.3 W2.0 W2.1 W2.2 W2.3 "
-                                 "U2.3");
-    free(d.tasks);
-    d.p.in_flight = 2;
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 2), "F2.0 X2.0 F2.1 X2.1 W2.0 W2.1 F2.2 X2.2 F2.3 X2.3 W2.2 W2.3 "
-                                 "U2.3");
-    free(d.tasks);
-    on_processes(&d, OF_PIPELINE_MODULO, 4, (int32_t[]){0, 1, 0, 1});
-    d.p.micro_batches = d.batches = 2;
-    schedule(&d);
-    ck_assert_str_eq(row(&d, 0), "F0.0 F0.1 F2.0 F2.1 X2.0 W2.0 W0.0 X2.1 W2.1 U2.1 W0.1 U0.1");
-    free(d.tasks);
+/* clang-format off */
+/* One second a task. Fast forward takes dX, then F, then dW, which wait, but where no other batch
+ * may begin. Groups of which the last is not complete. */
+static const struct {
+    of_strategy strategy;
+    size_t layers;
+    int32_t on[4];
+    size_t batches, micro_batches, in_flight;
+    void (*change)(void);
+    const char *tasks[4]; /* by process; NULL: not looked at */
+} papers[] = {
+    {OF_PIPELINE_1F1B, 3, {0, 1, 2}, 4, 1, 0, NULL,
+     {"F0.0 F0.1 F0.2 W0.0 U0.0 F0.3 W0.1 U0.1 W0.2 U0.2 W0.3 U0.3", NULL,
+      "F2.0 X2.0 W2.0 U2.0 F2.1 X2.1 W2.1 U2.1 F2.2 X2.2 W2.2 U2.2 F2.3 X2.3 W2.3 U2.3", ""}},
+    {OF_PIPELINE_GPIPE, 3, {0, 1, 2}, 3, 2, 0, NULL,
+     {NULL, "F1.0 F1.1 X1.0 W1.0 X1.1 W1.1 U1.1 F1.2 X1.2 W1.2 U1.2"}},
+    {OF_PIPELINE_LAYERPIPE, 2, {0, 1}, 3, 1, 0, split_gradients,
+     {"F0.0 F0.1 F0.2 W0.0 U0.0 W0.1 U0.1 W0.2 U0.2",
+      "F1.0 X1.0 F1.1 X1.1 F1.2 X1.2 U1.0 U1.1 U1.2", "Y1.0 W1.0 Y1.1 W1.1 Y1.2 W1.2"}},
+    {OF_PIPELINE_REPLICATED, 2, {0, 2}, 4, 1, 0, two_replicas,
+     {"F0.0 F0.2 W0.0 U0.0 W0.2 U0.2", "F0.1 F0.3 W0.1 U0.1 W0.3 U0.3"}},
+    {OF_PIPELINE_1F1B_FLUSH, 3, {0, 1, 2}, 4, 3, 0, NULL,
+     {"F0.0 F0.1 F0.2 W0.0 W0.1 W0.2 U0.2 F0.3 W0.3 U0.3", NULL,
+      "F2.0 X2.0 W2.0 F2.1 X2.1 W2.1 F2.2 X2.2 W2.2 U2.2 F2.3 X2.3 W2.3 U2.3"}},
+    {OF_PIPELINE_FAST_FORWARD, 3, {0, 1, 2}, 4, 4, 0, NULL,
+     {"F0.0 F0.1 F0.2 F0.3 W0.0 W0.1 W0.2 W0.3 U0.3",
+      "F1.0 F1.1 F1.2 X1.0 F1.3 X1.1 W1.0 X1.2 W1.1 X1.3 W1.2 W1.3 U1.3",
+      "F2.0 X2.0 F2.1 X2.1 F2.2 X2.2 F2.3 X2.3 W2.0 W2.1 W2.2 W2.3 U2.3"}},
+    {OF_PIPELINE_FAST_FORWARD, 3, {0, 1, 2}, 4, 4, 2, NULL,
+     {NULL, NULL, "F2.0 X2.0 F2.1 X2.1 W2.0 W2.1 F2.2 X2.2 F2.3 X2.3 W2.2 W2.3 U2.3"}},
+    {OF_PIPELINE_MODULO, 4, {0, 1, 0, 1}, 2, 2, 0, NULL,
+     {"F0.0 F0.1 F2.0 F2.1 X2.0 W2.0 W0.0 X2.1 W2.1 U2.1 W0.1 U0.1"}},
+};
+/* clang-format on */
+
+TESTS(schedules_are_those_of_their_papers, LENGTH(papers)) {
+    on_processes(papers[row].strategy, papers[row].layers, papers[row].on);
+    d.batches = papers[row].batches;
+    d.p.micro_batches = papers[row].micro_batches;
+    d.p.in_flight = papers[row].in_flight;
+    if (papers[row].change)
+        papers[row].change();
+    schedule();
+    for (int32_t process = 0; process < 4; process++)
+        if (papers[row].tasks[process])
+            ck_assert_str_eq(tasks_of(process), papers[row].tasks[process]);
 }
-END_TEST
 
-START_TEST(schedules_need_batches_and_room) {
-    static const int32_t on[] = {0, 1};
+TEST(schedules_need_batches_and_room) {
     of_pipeline_task task;
-    drawn d;
-    on_processes(&d, OF_PIPELINE_1F1B, 2, on);
-    ck_assert_int_eq(of_pipeline_schedule(&d.p, &d.link, 0, &task), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_schedule(&d.p, &d.link, SIZE_MAX, &task), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_schedule(&d.p, &d.link, 1, NULL), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_schedule(&d.p, NULL, 1, &task), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_delays(&d.p, NULL), OF_INVALID);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("pipelines");
-    TCase *tests = tcase_create("pipelines");
-    tcase_add_test(tests, the_cut_is_the_best_of_all);
-    tcase_add_test(tests, bad_cuts_are_refused_and_change_nothing);
-    tcase_add_test(tests, placements_have_the_loads_they_say_and_more_freedom_is_no_worse);
-    tcase_add_test(tests, modulo_deals_layers_in_turns);
-    tcase_add_test(tests, replicated_stages_are_the_best_of_all);
-    tcase_add_test(tests, delays_are_the_stages_after_or_twice_as_many_in_slots);
-    tcase_add_test(tests, replicas_have_fewer_batches_under_way);
-    tcase_add_test(tests, bad_pipelines_are_refused);
-    tcase_add_test(tests, bad_placements_are_refused_and_change_nothing);
-    tcase_add_test(tests, schedules_are_those_of_their_papers);
-    tcase_add_test(tests, fast_forward_takes_dx_then_f_then_dw);
-    tcase_add_test(tests, schedules_need_batches_and_room);
-    suite_add_tcase(suite, tests);
-    return run(suite);
+    on_processes(OF_PIPELINE_1F1B, 2, (int32_t[]){0, 1});
+    INVALID(of_pipeline_schedule(&d.p, &d.link, 0, &task), "");
+    INVALID(of_pipeline_schedule(&d.p, &d.link, SIZE_MAX, &task), "");
+    INVALID(of_pipeline_schedule(&d.p, &d.link, 1, NULL), "");
+    INVALID(of_pipeline_schedule(&d.p, NULL, 1, &task), "");
+    INVALID(of_pipeline_delays(&d.p, NULL), "");
 }

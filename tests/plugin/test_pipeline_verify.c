@@ -9,11 +9,11 @@ enum { PLANS = 600, LEAST = 40, MALFORMED = 20000 };
 
 /* A mutant: changes a simulated schedule so that it is wrong for certain; false: this one offers
  * nothing to change. `k`: a task of it. */
-typedef bool (*mutation)(drawn *d, size_t k);
+typedef bool (*mutation)(size_t k);
 
-static bool dropped(drawn *d, size_t k) {
-    memmove(&d->tasks[k], &d->tasks[k + 1], (d->n - k - 1) * sizeof *d->tasks);
-    d->n--;
+static bool dropped(size_t k) {
+    memmove(&d.tasks[k], &d.tasks[k + 1], (d.n - k - 1) * sizeof *d.tasks);
+    d.n--;
     return true;
 }
 
@@ -23,220 +23,220 @@ static void move_to(of_pipeline_task *task, double start) {
 }
 
 /* When all is over, so that nothing is in the way. */
-static bool doubled(drawn *d, size_t k) {
-    d->tasks[d->n] = d->tasks[k];
-    move_to(&d->tasks[d->n++], d->report.makespan + 1);
+static bool doubled(size_t k) {
+    d.tasks[d.n] = d.tasks[k];
+    move_to(&d.tasks[d.n++], d.report.makespan + 1);
     return true;
 }
 
-static bool unknown_beside_the_others(drawn *d, size_t k) {
-    doubled(d, k);
-    d->tasks[d->n - 1].batch = (int32_t)d->batches;
+static bool unknown_beside_the_others(size_t k) {
+    doubled(k);
+    d.tasks[d.n - 1].batch = (int32_t)d.batches;
     return true;
 }
 
-static bool on_another_process(drawn *d, size_t k) {
-    const size_t by = 1 + random_below(d->p.processes);
-    d->tasks[k].process = (int32_t)(((size_t)d->tasks[k].process + by) % (d->p.processes + 1));
+static bool on_another_process(size_t k) {
+    const size_t by = 1 + random_below(d.p.processes);
+    d.tasks[k].process = (int32_t)(((size_t)d.tasks[k].process + by) % (d.p.processes + 1));
     return true;
 }
 
-static bool of_another_kind(drawn *d, size_t k) {
-    d->tasks[k].kind = (d->tasks[k].kind + 1 + (int32_t)random_below(OF_TASK_KINDS)) % 6;
+static bool of_another_kind(size_t k) {
+    d.tasks[k].kind = (d.tasks[k].kind + 1 + (int32_t)random_below(OF_TASK_KINDS)) % 6;
     return true;
 }
 
-static bool of_another_layer(drawn *d, size_t k) {
-    d->tasks[k].layer =
-        (int32_t)(((size_t)d->tasks[k].layer + 1 + random_below(d->p.n)) % (d->p.n + 1));
+static bool of_another_layer(size_t k) {
+    d.tasks[k].layer =
+        (int32_t)(((size_t)d.tasks[k].layer + 1 + random_below(d.p.n)) % (d.p.n + 1));
     return true;
 }
 
-static bool of_another_batch(drawn *d, size_t k) {
-    d->tasks[k].batch =
-        (int32_t)(((size_t)d->tasks[k].batch + 1 + random_below(d->batches)) % (d->batches + 1));
+static bool of_another_batch(size_t k) {
+    d.tasks[k].batch =
+        (int32_t)(((size_t)d.tasks[k].batch + 1 + random_below(d.batches)) % (d.batches + 1));
     return true;
 }
 
-static bool too_short(drawn *d, size_t k) {
-    d->tasks[k].end -= 0.01;
+static bool too_short(size_t k) {
+    d.tasks[k].end -= 0.01;
     return true;
 }
 
-static bool too_long(drawn *d, size_t k) {
-    d->tasks[k].end += 0.01;
+static bool too_long(size_t k) {
+    d.tasks[k].end += 0.01;
     return true;
 }
 
-static bool at_no_time(drawn *d, size_t k) {
+static bool at_no_time(size_t k) {
     static const double times[] = {NAN, INFINITY, -INFINITY, -1};
-    d->tasks[k].start = times[random_below(4)];
+    d.tasks[k].start = times[random_below(4)];
     if (random_below(2))
-        d->tasks[k].end = d->tasks[k].start;
+        d.tasks[k].end = d.tasks[k].start;
     return true;
 }
 
-/* The next one of the same process; d->n: there is none. */
-static size_t next_there(const drawn *d, size_t k) {
+/* The next one of the same process; d.n: there is none. */
+static size_t next_there(size_t k) {
     size_t next = k + 1;
-    while (next < d->n && d->tasks[next].process != d->tasks[k].process)
+    while (next < d.n && d.tasks[next].process != d.tasks[k].process)
         next++;
     return next;
 }
 
-static bool at_the_time_of_the_next(drawn *d, size_t k) {
-    const size_t next = next_there(d, k);
-    if (next >= d->n)
+static bool at_the_time_of_the_next(size_t k) {
+    const size_t next = next_there(k);
+    if (next >= d.n)
         return false;
-    move_to(&d->tasks[k], d->tasks[next].start);
+    move_to(&d.tasks[k], d.tasks[next].start);
     return true;
 }
 
-static bool swapped_with_the_next(drawn *d, size_t k) {
-    const size_t next = next_there(d, k);
-    if (next >= d->n)
+static bool swapped_with_the_next(size_t k) {
+    const size_t next = next_there(k);
+    if (next >= d.n)
         return false;
-    const of_pipeline_task task = d->tasks[k];
-    d->tasks[k] = d->tasks[next];
-    d->tasks[next] = task;
+    const of_pipeline_task task = d.tasks[k];
+    d.tasks[k] = d.tasks[next];
+    d.tasks[next] = task;
     return true;
 }
 
-static size_t find(const drawn *d, int kind, int32_t layer, int32_t batch) {
+static size_t find(int kind, int32_t layer, int32_t batch) {
     size_t k = 0;
-    while (k < d->n &&
-           (d->tasks[k].kind != kind || d->tasks[k].layer != layer || d->tasks[k].batch != batch))
+    while (k < d.n &&
+           (d.tasks[k].kind != kind || d.tasks[k].layer != layer || d.tasks[k].batch != batch))
         k++;
     return k;
 }
 
 /* Half-way through the time of what it needs, or of the message with that. */
-static bool before_what_it_needs(drawn *d, size_t k) {
-    of_pipeline_task *t = &d->tasks[k];
-    size_t needed = d->n;
+static bool before_what_it_needs(size_t k) {
+    of_pipeline_task *t = &d.tasks[k];
+    size_t needed = d.n;
     if (t->kind == OF_TASK_FORWARD)
-        needed = find(d, OF_TASK_FORWARD, t->layer - 1, t->batch);
+        needed = find(OF_TASK_FORWARD, t->layer - 1, t->batch);
     else if (t->kind == OF_TASK_UPDATE)
-        needed = find(d, OF_TASK_WEIGHT_GRADIENT, t->layer, t->batch);
+        needed = find(OF_TASK_WEIGHT_GRADIENT, t->layer, t->batch);
     else if (random_below(2))
-        needed = find(d, OF_TASK_FORWARD, t->layer, t->batch);
-    else if ((size_t)t->layer + 1 < d->p.n)
-        needed = find(d, OF_TASK_INPUT_GRADIENT + (int)random_below(2), t->layer + 1, t->batch);
-    if (needed == d->n)
+        needed = find(OF_TASK_FORWARD, t->layer, t->batch);
+    else if ((size_t)t->layer + 1 < d.p.n)
+        needed = find(OF_TASK_INPUT_GRADIENT + (int)random_below(2), t->layer + 1, t->batch);
+    if (needed == d.n)
         return false;
-    const of_pipeline_task *n = &d->tasks[needed];
-    const bool has_message = n->process != t->process && d->link.latency > 0;
-    move_to(t, has_message && random_below(2) ? n->end + d->link.latency / 2
-                                              : (n->start + n->end) / 2);
+    const of_pipeline_task *n = &d.tasks[needed];
+    const bool has_message = n->process != t->process && d.link.latency > 0;
+    move_to(t,
+            has_message && random_below(2) ? n->end + d.link.latency / 2 : (n->start + n->end) / 2);
     return true;
 }
 
-static void reinsert(drawn *d, size_t from, size_t to) {
-    const of_pipeline_task task = d->tasks[from];
+static void reinsert(size_t from, size_t to) {
+    const of_pipeline_task task = d.tasks[from];
     if (from < to)
-        memmove(&d->tasks[from], &d->tasks[from + 1], (to - from) * sizeof task);
+        memmove(&d.tasks[from], &d.tasks[from + 1], (to - from) * sizeof task);
     else
-        memmove(&d->tasks[to + 1], &d->tasks[to], (from - to) * sizeof task);
-    d->tasks[to] = task;
+        memmove(&d.tasks[to + 1], &d.tasks[to], (from - to) * sizeof task);
+    d.tasks[to] = task;
 }
 
 /* Runs the changed order; one that can't run is no mutant for the verifier. */
-static bool runs(drawn *d) {
-    return of_pipeline_simulate(&d->p, &d->link, d->batches, d->tasks, d->n, &d->report) == OF_OK;
+static bool runs(void) {
+    return of_pipeline_simulate(&d.p, &d.link, d.batches, d.tasks, d.n, &d.report) == OF_OK;
 }
 
-/* The forward, `groups` groups later and on the same process, of the update k; d->n: none. */
-static size_t forward_after(const drawn *d, size_t k, size_t groups) {
-    const of_pipeline_task *update = &d->tasks[k];
-    const size_t size = of_pipeline_group(&d->p, (size_t)update->layer);
+/* The forward, `groups` groups later and on the same process, of the update k; d.n: none. */
+static size_t forward_after(size_t k, size_t groups) {
+    const of_pipeline_task *update = &d.tasks[k];
+    const size_t size = of_pipeline_group(&d.p, (size_t)update->layer);
     const size_t batch = ((size_t)update->batch / size + groups) * size +
-                         (d->places[update->layer].replicas > 1 ? (size_t)update->batch % size : 0);
-    return find(d, OF_TASK_FORWARD, update->layer, (int32_t)batch);
+                         (d.places[update->layer].replicas > 1 ? (size_t)update->batch % size : 0);
+    return find(OF_TASK_FORWARD, update->layer, (int32_t)batch);
 }
 
 /* The first forward that has to see it runs before it. */
-static bool updated_late(drawn *d, size_t k) {
-    if (d->tasks[k].kind != OF_TASK_UPDATE)
+static bool updated_late(size_t k) {
+    if (d.tasks[k].kind != OF_TASK_UPDATE)
         return false;
-    const size_t seeing = forward_after(d, k, d->delays[d->tasks[k].layer] + 1);
-    if (seeing == d->n)
+    const size_t seeing = forward_after(k, d.delays[d.tasks[k].layer] + 1);
+    if (seeing == d.n)
         return false;
     if (seeing > k)
-        reinsert(d, k, seeing);
-    return runs(d);
+        reinsert(k, seeing);
+    return runs();
 }
 
 /* The last forward that may not see it runs after it. */
-static bool updated_early(drawn *d, size_t k) {
-    if (d->tasks[k].kind != OF_TASK_UPDATE)
+static bool updated_early(size_t k) {
+    if (d.tasks[k].kind != OF_TASK_UPDATE)
         return false;
-    const size_t unseeing = forward_after(d, k, d->delays[d->tasks[k].layer]);
-    if (unseeing == d->n)
+    const size_t unseeing = forward_after(k, d.delays[d.tasks[k].layer]);
+    if (unseeing == d.n)
         return false;
     if (unseeing < k)
-        reinsert(d, unseeing, k);
-    return runs(d);
+        reinsert(unseeing, k);
+    return runs();
 }
 
-static bool updated_in_another_order(drawn *d, size_t k) {
-    size_t other = d->n;
-    for (size_t j = 0; j < d->n; j++)
-        if (j != k && d->tasks[k].kind == OF_TASK_UPDATE && d->tasks[j].kind == OF_TASK_UPDATE &&
-            d->tasks[j].layer == d->tasks[k].layer && d->tasks[j].process == d->tasks[k].process)
+static bool updated_in_another_order(size_t k) {
+    size_t other = d.n;
+    for (size_t j = 0; j < d.n; j++)
+        if (j != k && d.tasks[k].kind == OF_TASK_UPDATE && d.tasks[j].kind == OF_TASK_UPDATE &&
+            d.tasks[j].layer == d.tasks[k].layer && d.tasks[j].process == d.tasks[k].process)
             other = j;
-    if (other == d->n)
+    if (other == d.n)
         return false;
-    const int32_t batch = d->tasks[k].batch;
-    d->tasks[k].batch = d->tasks[other].batch;
-    d->tasks[other].batch = batch;
+    const int32_t batch = d.tasks[k].batch;
+    d.tasks[k].batch = d.tasks[other].batch;
+    d.tasks[other].batch = batch;
     return true;
 }
 
 /* At the end of a run no forward would see the difference. */
-static bool updated_after_the_next(drawn *d, size_t k) {
+static bool updated_after_the_next(size_t k) {
     size_t next = k + 1;
-    while (next < d->n &&
-           (d->tasks[next].kind != OF_TASK_UPDATE || d->tasks[next].layer != d->tasks[k].layer ||
-            d->tasks[next].process != d->tasks[k].process))
+    while (next < d.n &&
+           (d.tasks[next].kind != OF_TASK_UPDATE || d.tasks[next].layer != d.tasks[k].layer ||
+            d.tasks[next].process != d.tasks[k].process))
         next++;
-    if (d->tasks[k].kind != OF_TASK_UPDATE || next == d->n)
+    if (d.tasks[k].kind != OF_TASK_UPDATE || next == d.n)
         return false;
-    reinsert(d, k, next);
-    return runs(d);
+    reinsert(k, next);
+    return runs();
 }
 
 /* One of the gradients that share an update is added after the next. */
-static bool added_in_another_order(drawn *d, size_t k) {
-    const of_pipeline_task *task = &d->tasks[k];
-    const size_t group = d->p.micro_batches;
+static bool added_in_another_order(size_t k) {
+    const of_pipeline_task *task = &d.tasks[k];
+    const size_t group = d.p.micro_batches;
     if (task->kind != OF_TASK_WEIGHT_GRADIENT || ((size_t)task->batch + 1) % group == 0)
         return false;
-    const size_t next = find(d, OF_TASK_WEIGHT_GRADIENT, task->layer, task->batch + 1);
-    if (next == d->n)
+    const size_t next = find(OF_TASK_WEIGHT_GRADIENT, task->layer, task->batch + 1);
+    if (next == d.n)
         return false;
-    reinsert(d, k, next);
-    return runs(d);
+    reinsert(k, next);
+    return runs();
 }
 
 /* The schedule of one more batch in flight. */
-static bool begun_too_soon(drawn *d, size_t k) {
+static bool begun_too_soon(size_t k) {
     (void)k;
-    if (!d->p.in_flight || d->report.in_flight < 2)
+    if (!d.p.in_flight || d.report.in_flight < 2)
         return false;
-    d->p.in_flight = d->report.in_flight - 1;
+    d.p.in_flight = d.report.in_flight - 1;
     return true;
 }
 
-static bool with_another_delay(drawn *d, size_t k) {
-    const size_t layer = (size_t)d->tasks[k].layer;
-    const size_t groups = (d->batches - 1) / of_pipeline_group(&d->p, layer);
-    if (!d->layers[layer].weight_bytes || groups <= d->delays[layer])
+static bool with_another_delay(size_t k) {
+    const size_t layer = (size_t)d.tasks[k].layer;
+    const size_t groups = (d.batches - 1) / of_pipeline_group(&d.p, layer);
+    if (!d.layers[layer].weight_bytes || groups <= d.delays[layer])
         return false;
-    const bool less = d->delays[layer] && random_below(2);
+    const bool less = d.delays[layer] && random_below(2);
     if (less)
-        d->delays[layer]--;
+        d.delays[layer]--;
     else
-        d->delays[layer]++;
+        d.delays[layer]++;
     return true;
 }
 
@@ -267,63 +267,56 @@ static const struct {
 };
 
 /* From any task on, at the first that offers something to change. */
-static bool mutate(drawn *d, mutation mutant) {
-    const drawn right = *d;
-    const size_t first = random_below(d->n);
-    of_pipeline_task *saved = calloc(d->n, sizeof *saved);
+static bool mutate(mutation mutant) {
+    const drawn right = d;
+    const size_t first = random_below(d.n);
+    of_pipeline_task *saved = calloc(d.n, sizeof *saved);
     bool changed = false;
     ck_assert_ptr_nonnull(saved);
-    memcpy(saved, d->tasks, d->n * sizeof *saved);
+    memcpy(saved, d.tasks, d.n * sizeof *saved);
     for (size_t k = 0; k < right.n && !changed; k++) {
-        changed = mutant(d, (first + k) % right.n);
+        changed = mutant((first + k) % right.n);
         if (!changed)
-            memcpy(d->tasks, saved, right.n * sizeof *saved);
+            memcpy(d.tasks, saved, right.n * sizeof *saved);
     }
     free(saved);
     return changed;
 }
 
-START_TEST(every_mutant_is_caught) {
-    const size_t m = (size_t)_i;
+TESTS(every_mutant_is_caught, LENGTH(mutants)) {
     size_t caught = 0;
     for (int i = 0; i < PLANS; i++) {
-        drawn d;
-        draw(&d, 1);
-        ck_assert_uint_eq(violations(&d), 0);
-        if (mutate(&d, mutants[m].of)) {
-            ck_assert_msg(violations(&d) > 0, "plan %d: a task %s was not caught", i,
-                          mutants[m].name);
+        draw(1);
+        ck_assert_uint_eq(violations(), 0);
+        if (mutate(mutants[row].of)) {
+            ck_assert_msg(violations() > 0, "plan %d: a task %s was not caught", i,
+                          mutants[row].name);
             caught++;
         }
-        free(d.tasks);
     }
-    printf("%zu mutants caught: a task %s\n", caught, mutants[m].name);
-    ck_assert_msg(caught >= LEAST, "%zu mutants: a task %s", caught, mutants[m].name);
+    printf("%zu mutants caught: a task %s\n", caught, mutants[row].name);
+    ck_assert_msg(caught >= LEAST, "%zu mutants: a task %s", caught, mutants[row].name);
 }
-END_TEST
 
 /* Each task of a simulated schedule begins as soon as it can, so that a rule is broken by any that
  * begins sooner: that of the need, or of the process, for which it waits. */
-START_TEST(every_task_that_begins_too_early_is_caught) {
+TEST(every_task_that_begins_too_early_is_caught) {
     size_t moved = 0;
     for (int i = 0; i < PLANS; i++) {
-        drawn d;
-        draw(&d, 1);
+        draw(1);
         for (size_t k = 0; k < d.n; k++) {
             const of_pipeline_task saved = d.tasks[k];
             if (saved.start == 0)
                 continue;
             move_to(&d.tasks[k], saved.start - 0.01);
-            ck_assert_msg(violations(&d) > 0, "plan %d, kind %d, layer %d, batch %d", i, saved.kind,
+            ck_assert_msg(violations() > 0, "plan %d, kind %d, layer %d, batch %d", i, saved.kind,
                           saved.layer, saved.batch);
             d.tasks[k] = saved;
             moved++;
         }
-        free(d.tasks);
     }
     ck_assert_uint_gt(moved, 50 * PLANS);
 }
-END_TEST
 
 static uint64_t random_bits(void) {
     return random_below(1u << 31) << 33 ^ random_below(1u << 31) << 16 ^ random_below(1u << 31);
@@ -342,90 +335,59 @@ static double random_time(void) {
     return random_below(2) ? times[random_below(8)] : time;
 }
 
-START_TEST(malformed_schedules_are_counted_and_nothing_else_happens) {
-    drawn d;
-    draw(&d, 1);
-    while (d.n < 40) {
-        free(d.tasks);
-        draw(&d, 1);
-    }
+TEST(malformed_schedules_are_counted_and_nothing_else_happens) {
+    do
+        draw(1);
+    while (d.n < 40);
     const size_t n = d.n;
     of_pipeline_task *right = d.tasks;
     for (int i = 0; i < MALFORMED; i++) {
         d.n = random_below(n + 2);
-        d.tasks =
-            calloc(d.n + 1, sizeof *d.tasks); /* of its own, so that a reader past it is seen */
+        d.tasks = calloc(d.n + 1, sizeof *d.tasks); /* its own: a reader past it is seen */
         ck_assert_ptr_nonnull(d.tasks);
         memcpy(d.tasks, right, (d.n < n ? d.n : n) * sizeof *d.tasks);
         for (size_t k = 0; k < d.n; k++)
             if (random_below(2))
                 d.tasks[k] = (of_pipeline_task){random_number(), random_number(), random_number(),
                                                 random_number(), random_time(),   random_time()};
-        const size_t found = violations(&d);
+        const size_t found = violations();
         ck_assert_msg(found > 0 && found < 100 * n, "%zu violations", found);
         free(d.tasks);
     }
-    free(right);
+    d.tasks = right;
 }
-END_TEST
 
-START_TEST(malformed_places_are_refused_or_verified) {
-    drawn d;
-    size_t accepted = 0;
-    draw(&d, 1);
-    while (d.p.strategy != OF_PIPELINE_LAYERPIPE || d.p.n < 4 || d.p.processes < 3) {
-        free(d.tasks);
-        draw(&d, 1);
-    }
+TEST(malformed_places_are_refused_or_verified) {
+    size_t accepted = 0, found;
+    do
+        draw(1);
+    while (d.p.strategy != OF_PIPELINE_LAYERPIPE || d.p.n < 4 || d.p.processes < 3);
     const drawn right = d;
     for (int i = 0; i < MALFORMED; i++) {
         memcpy(d.places, right.places, sizeof d.places);
         d.places[random_below(d.p.n)] =
             (of_pipeline_place){random_number(), random_number(),           random_number(),
                                 random_number(), (uint32_t)random_number(), random_number()};
-        size_t found;
         const of_status status =
             of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, d.tasks, d.n, &found);
         ck_assert_int_eq(status, of_pipeline_check(&d.p));
         accepted += status == OF_OK;
     }
     ck_assert_uint_lt(accepted, MALFORMED / 2);
-    free(d.tasks);
 }
-END_TEST
 
-START_TEST(bad_verifications_are_refused_and_change_nothing) {
-    drawn d;
-    draw(&d, 1);
+TEST(bad_verifications_are_refused_and_change_nothing) {
+    draw(1);
     size_t found = 77;
     const of_pipeline_task *t = d.tasks;
-    ck_assert_int_eq(of_pipeline_verify(NULL, &d.link, d.delays, d.batches, t, d.n, &found),
-                     OF_INVALID);
-    ck_assert_int_eq(of_pipeline_verify(&d.p, NULL, d.delays, d.batches, t, d.n, &found),
-                     OF_INVALID);
-    ck_assert_int_eq(of_pipeline_verify(&d.p, &d.link, NULL, d.batches, t, d.n, &found),
-                     OF_INVALID);
-    ck_assert_int_eq(of_pipeline_verify(&d.p, &d.link, d.delays, 0, t, d.n, &found), OF_INVALID);
-    ck_assert_int_eq(of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, NULL, d.n, &found),
-                     OF_INVALID);
-    ck_assert_int_eq(of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, t, d.n, NULL),
-                     OF_INVALID);
+    INVALID(of_pipeline_verify(NULL, &d.link, d.delays, d.batches, t, d.n, &found), "");
+    INVALID(of_pipeline_verify(&d.p, NULL, d.delays, d.batches, t, d.n, &found), "");
+    INVALID(of_pipeline_verify(&d.p, &d.link, NULL, d.batches, t, d.n, &found), "");
+    INVALID(of_pipeline_verify(&d.p, &d.link, d.delays, 0, t, d.n, &found), "");
+    INVALID(of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, NULL, d.n, &found), "");
+    INVALID(of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, t, d.n, NULL), "");
     ck_assert_uint_eq(found, 77);
-    ck_assert_int_eq(of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, NULL, 0, &found),
-                     OF_OK); /* all are missing */
+    OK(of_pipeline_verify(&d.p, &d.link, d.delays, d.batches, NULL, 0,
+                          &found)); /* all are missing */
     ck_assert_uint_ge(found, d.n);
-    free(d.tasks);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("verified pipelines");
-    TCase *tests = tcase_create("verified pipelines");
-    tcase_add_loop_test(tests, every_mutant_is_caught, 0, (int)(sizeof mutants / sizeof *mutants));
-    tcase_add_test(tests, every_task_that_begins_too_early_is_caught);
-    tcase_add_test(tests, malformed_schedules_are_counted_and_nothing_else_happens);
-    tcase_add_test(tests, malformed_places_are_refused_or_verified);
-    tcase_add_test(tests, bad_verifications_are_refused_and_change_nothing);
-    suite_add_tcase(suite, tests);
-    return run(suite);
 }

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Keys of memory that comes and goes: a live one is found whatever has gone before it. */
-#include <check.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -8,6 +7,7 @@
 #include "../sample.h"
 #include "internal.h"
 #include "random_bits.h"
+#include "suite.h"
 
 enum { MOST_LIVE = 120, CHANGES = DRAWN(2000000), CHECKED_EACH = 64 };
 
@@ -36,8 +36,8 @@ static size_t count_found(size_t n_live) {
 }
 
 /* The table has 1,024 entries, and is cleaned each time that half of them have a key. */
-START_TEST(no_live_key_is_lost) {
-    const size_t n_live = (size_t)_i;
+TESTS(no_live_key_is_lost, 3) {
+    const size_t n_live = (size_t)(MOST_LIVE - 40 + row);
     uint64_t random = n_live;
     bool added = true;
     for (size_t i = 0; i < n_live; i++)
@@ -55,18 +55,4 @@ START_TEST(no_live_key_is_lost) {
         of_registry_remove_one(&updates[i]);
     ck_assert(!of_any_pending());
     ck_assert_uint_eq(count_found(n_live), 0);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("registry");
-    TCase *tcase = tcase_create("keys");
-    tcase_set_timeout(tcase, 60);
-    tcase_add_loop_test(tcase, no_live_key_is_lost, MOST_LIVE - 40, MOST_LIVE - 37);
-    suite_add_tcase(suite, tcase);
-    SRunner *runner = srunner_create(suite);
-    srunner_run_all(runner, CK_ENV);
-    const int failed = srunner_ntests_failed(runner);
-    srunner_free(runner);
-    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -12,7 +12,7 @@ typedef struct of_training {
 
 static of_training begin(of_reorder_choice choice, const bool *fixed) {
     of_training t;
-    ck_assert_int_eq(of_reordering_create(&choice, fixed, N, &t.reordering), OF_OK);
+    OK(of_reordering_create(&choice, fixed, N, &t.reordering));
     t.user = of_reordering_user(t.reordering);
     return t;
 }
@@ -57,7 +57,7 @@ static uint64_t held(const of_training *t, bool most) {
     return found[most];
 }
 
-START_TEST(priorities_follow_the_turns) {
+TEST(priorities_follow_the_turns) {
     of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_REVERSE_FIRST, .k = 3}, NULL);
     uint64_t p[N];
     for (int i = 0; i < 3; i++) {
@@ -70,9 +70,8 @@ START_TEST(priorities_follow_the_turns) {
     ck_assert_uint_eq(held(&t, true), 3 * (X + Y));
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(a_later_use_of_a_layer_comes_first) {
+TEST(a_later_use_of_a_layer_comes_first) {
     of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, NULL);
     whole_forward(&t);
     ck_assert(used(&t, 2, false));
@@ -88,9 +87,8 @@ START_TEST(a_later_use_of_a_layer_comes_first) {
     ck_assert_uint_eq(held(&t, false), 2 * (X + Y));
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(more_uses_than_priorities_are_left_alone) {
+TEST(more_uses_than_priorities_are_left_alone) {
     of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, NULL);
     size_t n = 0;
     while (used(&t, 0, false))
@@ -104,9 +102,8 @@ START_TEST(more_uses_than_priorities_are_left_alone) {
     }
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(layers_that_are_fixed_or_recomputed_never_wait) {
+TEST(layers_that_are_fixed_or_recomputed_never_wait) {
     const bool fixed[N] = {[1] = true};
     of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, fixed);
     for (size_t i = 0; i < N; i++)
@@ -120,16 +117,15 @@ START_TEST(layers_that_are_fixed_or_recomputed_never_wait) {
     of_reordered rows[N];
     size_t n;
     uint64_t extra;
-    ck_assert_int_eq(of_reordering_plan(t.reordering, rows, N, &n, &extra), OF_OK);
+    OK(of_reordering_plan(t.reordering, rows, N, &n, &extra));
     ck_assert_uint_eq(n, N);
     ck_assert(rows[4].layer == 3 && rows[4].recomputed && rows[4].place == OF_REORDER_AT_ONCE);
     ck_assert(rows[1].fixed && rows[1].place == OF_REORDER_AT_ONCE);
     ck_assert(rows[3].layer == 4 && rows[3].place == 0 && rows[2].place == 1);
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(the_budget_counts_what_other_passes_keep) {
+TEST(the_budget_counts_what_other_passes_keep) {
     of_training t = begin(
         (of_reorder_choice){.schedule = OF_REORDER_BUDGET, .budget_bytes = 2 * (X + Y)}, NULL);
     whole_forward(&t);
@@ -143,9 +139,8 @@ START_TEST(the_budget_counts_what_other_passes_keep) {
     ck_assert_uint_eq(held(&t, true), 2 * (X + Y));
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(the_order_is_that_of_the_last_forward_pass) {
+TEST(the_order_is_that_of_the_last_forward_pass) {
     of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_REVERSE_FIRST, .k = 1}, NULL);
     uint64_t p[N];
     whole_forward(&t);
@@ -155,9 +150,8 @@ START_TEST(the_order_is_that_of_the_last_forward_pass) {
     ck_assert(dx_has_run(&t, 0) == 0 && dx_has_run(&t, 3) != 0);
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(nothing_waits_after_the_end) {
+TEST(nothing_waits_after_the_end) {
     of_training t = begin((of_reorder_choice){.schedule = OF_REORDER_LAST}, NULL);
     whole_forward(&t);
     ck_assert(dx_has_run(&t, 4) != 0);
@@ -168,7 +162,6 @@ START_TEST(nothing_waits_after_the_end) {
     ck_assert_uint_eq(held(&t, false), 0);
     of_reordering_release(t.reordering);
 }
-END_TEST
 
 /* A forward pass of layers with so many bytes of weights and seconds of dW; F and dX take 1 s. */
 static void rehearsed_forward(const of_training *t, const uint64_t *bytes, const double *dw,
@@ -191,9 +184,7 @@ static void rehearsed_forward(const of_training *t, const uint64_t *bytes, const
 static of_reordering_best best_of(const of_training *t, uint64_t bytes_before) {
     const of_network second_a_byte = {.link.seconds_per_byte = 1};
     of_reordering_best best = {.k = 99};
-    ck_assert_int_eq(
-        of_reordering_best_k(t->reordering, &second_a_byte, false, bytes_before, UINT64_MAX, &best),
-        OF_OK);
+    OK(of_reordering_best_k(t->reordering, &second_a_byte, false, bytes_before, UINT64_MAX, &best));
     return best;
 }
 
@@ -208,7 +199,7 @@ static of_training rehearsing(const bool *fixed) {
 static const uint64_t bytes[] = {10, 1, 1, 1};
 static const double dw[] = {2, 2, 2, 2};
 
-START_TEST(the_best_order_is_found_after_one_forward_pass) {
+TEST(the_best_order_is_found_after_one_forward_pass) {
     of_training t = rehearsing(NULL);
     rehearsed_forward(&t, bytes, dw, 4, 0);
     of_reordering_best best = best_of(&t, 0);
@@ -224,7 +215,6 @@ START_TEST(the_best_order_is_found_after_one_forward_pass) {
     ck_assert_double_eq(best.stock.compute, 15 + 2 * 3 * 0.5);
     of_reordering_release(t.reordering);
 }
-END_TEST
 
 /* The first layer's message, of 100 s, begins earlier by the seconds of the second one's dW, and
  * 101 s remain. */
@@ -239,14 +229,13 @@ static size_t k_that_gains(double seconds) {
     return best.k;
 }
 
-START_TEST(a_gain_of_less_than_three_percent_is_none) {
+TEST(a_gain_of_less_than_three_percent_is_none) {
     ck_assert_uint_eq(k_that_gains(0), 0);
     ck_assert_uint_eq(k_that_gains(3.0), 0); /* 107.0 s for 104 s: 2.9 % */
     ck_assert_uint_eq(k_that_gains(3.2), 2); /* 107.2 s: 3.1 % */
 }
-END_TEST
 
-START_TEST(parameters_before_the_layers_are_sent_first) {
+TEST(parameters_before_the_layers_are_sent_first) {
     const uint64_t one[] = {1};
     const double late[] = {50};
     of_training t = rehearsing(NULL);
@@ -267,30 +256,10 @@ START_TEST(parameters_before_the_layers_are_sent_first) {
     ck_assert_double_eq(best_of(&t, 0).stock.iteration, 1 + 7 + 50 + 101 + 2);
     of_reordering_release(t.reordering);
 }
-END_TEST
 
-START_TEST(too_many_layers_are_refused) {
+TEST(too_many_layers_are_refused) {
     of_reordering *none;
     const of_reorder_choice choice = {.schedule = OF_REORDER_LAST};
-    ck_assert_int_eq(of_reordering_create(&choice, NULL, OF_PRIORITIES, &none), OF_INVALID);
+    INVALID(of_reordering_create(&choice, NULL, OF_PRIORITIES, &none), "");
     ck_assert_ptr_null(none);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("reordering");
-    TCase *tests = tcase_create("reordering");
-    tcase_add_test(tests, priorities_follow_the_turns);
-    tcase_add_test(tests, a_later_use_of_a_layer_comes_first);
-    tcase_add_test(tests, more_uses_than_priorities_are_left_alone);
-    tcase_add_test(tests, layers_that_are_fixed_or_recomputed_never_wait);
-    tcase_add_test(tests, the_budget_counts_what_other_passes_keep);
-    tcase_add_test(tests, the_order_is_that_of_the_last_forward_pass);
-    tcase_add_test(tests, nothing_waits_after_the_end);
-    tcase_add_test(tests, the_best_order_is_found_after_one_forward_pass);
-    tcase_add_test(tests, a_gain_of_less_than_three_percent_is_none);
-    tcase_add_test(tests, parameters_before_the_layers_are_sent_first);
-    tcase_add_test(tests, too_many_layers_are_refused);
-    suite_add_tcase(suite, tests);
-    return run(suite);
 }

@@ -20,7 +20,7 @@ static int launches(of_store_policy *policy, double ratio, int n) {
     return trials;
 }
 
-START_TEST(they_go_where_it_is_faster) {
+TEST(they_go_where_it_is_faster) {
     of_store_policy policy;
     of_store_policy_init(&policy);
     ck_assert_msg(!of_store_policy_is_past(&policy), "as usual, until a trial");
@@ -33,18 +33,16 @@ START_TEST(they_go_where_it_is_faster) {
     launches(&policy, 0.3, 4 * RARELY);
     ck_assert_msg(of_store_policy_is_past(&policy), "the cores have become far from each other");
 }
-END_TEST
 
-START_TEST(a_little_is_not_worth_it) {
+TEST(a_little_is_not_worth_it) {
     of_store_policy policy;
     of_store_policy_init(&policy);
     launches(&policy, 0.3, 24);
     launches(&policy, 0.9, 100);
     ck_assert(!of_store_policy_is_past(&policy));
 }
-END_TEST
 
-START_TEST(one_disturbed_trial_changes_nothing) {
+TEST(one_disturbed_trial_changes_nothing) {
     of_store_policy policy;
     for (int far = 0; far < 2; far++) {
         of_store_policy_init(&policy);
@@ -56,9 +54,8 @@ START_TEST(one_disturbed_trial_changes_nothing) {
         ck_assert_int_eq(of_store_policy_is_past(&policy), far);
     }
 }
-END_TEST
 
-START_TEST(trials_become_rare_and_take_turns) {
+TEST(trials_become_rare_and_take_turns) {
     of_store_policy policy;
     of_store_policy_init(&policy);
     ck_assert_int_ge(launches(&policy, 0.3, 60), 5);
@@ -69,7 +66,6 @@ START_TEST(trials_become_rare_and_take_turns) {
         ;
     ck_assert(policy.past_first != first);
 }
-END_TEST
 
 /* In a model of so many layers, of which one's weight no other core has read. */
 static bool finds_past(int layers, int unread) {
@@ -80,12 +76,11 @@ static bool finds_past(int layers, int unread) {
     return of_store_policy_is_past(&policy);
 }
 
-START_TEST(not_always_one_layer_is_tried) {
+TEST(not_always_one_layer_is_tried) {
     for (int layers = 8; layers <= 64; layers *= 2)
         for (int unread = 0; unread < layers; unread++)
             ck_assert_msg(finds_past(layers, unread), "layer %d of %d", unread, layers);
 }
-END_TEST
 
 /* Parallel regions beyond one a launch, in 40 iterations, each of which compares bits. */
 static unsigned trials_of(of_mode mode, int threads, int64_t numel) {
@@ -106,10 +101,9 @@ static unsigned trials_of(of_mode mode, int threads, int64_t numel) {
     return regions - n;
 }
 
-START_TEST(a_trial_changes_no_bits) {
+TEST(a_trial_changes_no_bits) {
     ck_assert_uint_ge(trials_of(OF_BACKWARD, 3, LARGE), 4);
 }
-END_TEST
 
 /* Threads of a host that takes longer where stores go past the caches, or where not: in the
  * halves of trials, of which the first goes past them in each second trial. */
@@ -131,7 +125,7 @@ static void slow_parallel_for(void *ctx, int64_t n, void (*fn)(void *, int64_t, 
         nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
 }
 
-START_TEST(a_trial_tells_which_is_faster) {
+TEST(a_trial_tells_which_is_faster) {
     fake_host *host = fake_host_new();
     machine.parallel_for = host->table.parallel_for;
     host->table.parallel_for = slow_parallel_for;
@@ -148,7 +142,6 @@ START_TEST(a_trial_tells_which_is_faster) {
     }
     teardown(f);
 }
-END_TEST
 
 static struct {
     int64_t begin, end;
@@ -161,7 +154,7 @@ static void note(void *arg, int64_t begin, int64_t end, bool past_caches) {
     ran[n_ran++].end = end;
 }
 
-START_TEST(halves_of_a_trial_are_equal) {
+TEST(halves_of_a_trial_are_equal) {
     of_store_policy policy;
     of_store_policy_init(&policy);
     do {
@@ -172,27 +165,9 @@ START_TEST(halves_of_a_trial_are_equal) {
     ck_assert(ran[0].begin == 0 && ran[0].end == 4 && ran[1].begin == 4 && ran[1].end == 8);
     ck_assert(ran[2].begin == 8 && ran[2].end == 9);
 }
-END_TEST
 
-START_TEST(nothing_is_tried_where_nobody_shares) {
+TEST(nothing_is_tried_where_nobody_shares) {
     ck_assert_uint_eq(trials_of(OF_BACKWARD, 1, LARGE), 0);
     ck_assert_uint_eq(trials_of(OF_FORWARD, 3, LARGE), 0);
     ck_assert_uint_eq(trials_of(OF_BACKWARD, 3, OF_SERIAL_ELEMENTS - 1), 0);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("stores");
-    TCase *tests = tcase_create("stores");
-    tcase_add_test(tests, they_go_where_it_is_faster);
-    tcase_add_test(tests, a_little_is_not_worth_it);
-    tcase_add_test(tests, one_disturbed_trial_changes_nothing);
-    tcase_add_test(tests, trials_become_rare_and_take_turns);
-    tcase_add_test(tests, not_always_one_layer_is_tried);
-    tcase_add_test(tests, a_trial_changes_no_bits);
-    tcase_add_test(tests, a_trial_tells_which_is_faster);
-    tcase_add_test(tests, halves_of_a_trial_are_equal);
-    tcase_add_test(tests, nothing_is_tried_where_nobody_shares);
-    suite_add_tcase(suite, tests);
-    return run(suite);
 }

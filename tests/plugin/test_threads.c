@@ -53,7 +53,7 @@ static void *read_all(void *opaque) {
     return NULL;
 }
 
-START_TEST(eight_threads_reading_after_step_all_see_the_update) {
+TEST(eight_threads_reading_after_step_all_see_the_update) {
     crowd c = {.f = many(OF_FORWARD, 0)};
     pthread_barrier_init(&c.barrier, NULL, THREADS + 1);
     start(&c, THREADS, read_all);
@@ -69,7 +69,6 @@ START_TEST(eight_threads_reading_after_step_all_see_the_update) {
     ck_assert_uint_eq(counts(c.f).created, 16 * ROUNDS);
     teardown(c.f);
 }
-END_TEST
 
 /* Threads access and flush without pause, and read nothing. */
 static void *access_all(void *opaque) {
@@ -87,7 +86,7 @@ static void *access_all(void *opaque) {
     return NULL;
 }
 
-START_TEST(accessing_while_another_thread_steps_keeps_values_exact) {
+TEST(accessing_while_another_thread_steps_keeps_values_exact) {
     crowd c = {.f = many(OF_FORWARD, 0)};
     start(&c, THREADS, access_all);
     for (int round = 0; round < ROUNDS * 3; round++) {
@@ -100,7 +99,6 @@ START_TEST(accessing_while_another_thread_steps_keeps_values_exact) {
     ck_assert_uint_eq(n.at_use + n.at_close + n.at_once + n.pending, n.created);
     teardown(c.f);
 }
-END_TEST
 
 /* Two optimizers on the same memory, stepped by two threads: the order of two
  * steps is theirs to choose, but no update may be lost or torn. With lr 0 and
@@ -115,7 +113,7 @@ static void *step_other(void *opaque) {
     return NULL;
 }
 
-START_TEST(two_plans_on_one_memory_from_two_threads) {
+TEST(two_plans_on_one_memory_from_two_threads) {
     crowd c = {.f = setup(OF_FORWARD, OF_BUCKET_NONE)};
     c.g = setup_beside(c.f, OF_FORWARD);
     c.f->host->n_threads = 1;
@@ -140,44 +138,6 @@ START_TEST(two_plans_on_one_memory_from_two_threads) {
     teardown(c.g);
     teardown(c.f);
 }
-END_TEST
-
-/* The engine's device threads: each completes the gradients of its own
- * parameters, all into one bucket. */
-static void *complete_gradients(void *opaque) {
-    crowd *c = opaque;
-    size_t number = (size_t)atomic_fetch_add(&c->next, 1);
-    size_t at = 0;
-    for (int round = 0; round < ROUNDS; round++) {
-        pthread_barrier_wait(&c->barrier);
-        for (size_t i = number; i < c->f->n; i += 4)
-            if (of_pass_ready(c->f->pass, c->f->twins[i].slot, &at) != OF_OK)
-                atomic_fetch_add(&c->wrong, 1);
-        pthread_barrier_wait(&c->barrier);
-    }
-    return NULL;
-}
-
-START_TEST(four_threads_fill_one_bucket) {
-    crowd c = {.f = many(OF_BACKWARD, 1500)};
-    pthread_barrier_init(&c.barrier, NULL, 5);
-    start(&c, 4, complete_gradients);
-    for (int round = 0; round < ROUNDS; round++) {
-        backward_all(c.f);
-        for (size_t i = 0; i < c.f->n; i++)
-            expect_update(c.f, &c.f->twins[i]);
-        c.f->pass = begin_pass(c.f);
-        pthread_barrier_wait(&c.barrier);
-        pthread_barrier_wait(&c.barrier);
-        step(c.f);
-    }
-    join(&c, 4);
-    pthread_barrier_destroy(&c.barrier);
-    ck_assert_int_eq(atomic_load(&c.wrong), 0);
-    ck_assert_uint_eq(counts(c.f).created, 16 * ROUNDS);
-    teardown(c.f);
-}
-END_TEST
 
 static void *flush_without_pause(void *opaque) {
     crowd *c = opaque;
@@ -186,7 +146,7 @@ static void *flush_without_pause(void *opaque) {
     return NULL;
 }
 
-START_TEST(plans_come_and_go_while_others_flush_all) {
+TEST(plans_come_and_go_while_others_flush_all) {
     crowd c = {.next = 0};
     start(&c, 3, flush_without_pause);
     for (int round = 0; round < ROUNDS; round++) {
@@ -194,8 +154,7 @@ START_TEST(plans_come_and_go_while_others_flush_all) {
         f->host->n_threads = 1;
         for (int i = 0; i < 5; i++)
             add(f, 50);
-        backward_all(f);
-        step(f);
+        train(f);
         of_plan_release(f->plan);
         for (size_t i = 0; i < f->n; i++)
             ck_assert(launched(&f->twins[i]));
@@ -207,18 +166,4 @@ START_TEST(plans_come_and_go_while_others_flush_all) {
     }
     atomic_store(&c.done, true);
     join(&c, 3);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("threads");
-    TCase *all = tcase_create("threads");
-    tcase_set_timeout(all, 120);
-    tcase_add_test(all, eight_threads_reading_after_step_all_see_the_update);
-    tcase_add_test(all, accessing_while_another_thread_steps_keeps_values_exact);
-    tcase_add_test(all, two_plans_on_one_memory_from_two_threads);
-    tcase_add_test(all, four_threads_fill_one_bucket);
-    tcase_add_test(all, plans_come_and_go_while_others_flush_all);
-    suite_add_tcase(suite, all);
-    return run(suite);
 }

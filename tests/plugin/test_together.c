@@ -3,7 +3,9 @@
  * wait for each other, and neighbours of what is used in forward fusion. */
 #include "fixture.h"
 
-enum { BUCKET = 4000 }; /* bytes: 1000 float32 elements */
+enum { BUCKET = 4000 /* bytes: 1000 float32 elements */, SMALL = OF_SERIAL_ELEMENTS - 1 };
+
+static const size_t all[] = {0, 1, 2};
 
 /* The gradients of one pass, complete in this order, and its end. *at: where it failed. */
 static of_status gradients(fixture *f, const size_t *slots, size_t n, size_t *at) {
@@ -18,204 +20,134 @@ static of_status gradients(fixture *f, const size_t *slots, size_t n, size_t *at
     return status;
 }
 
-static fixture *three(void) {
-    fixture *f = setup(OF_BACKWARD, 0);
-    for (int i = 0; i < 3; i++)
-        add(f, 10);
-    return f;
-}
-
-static void backward_of(fixture *f, const size_t *slots, size_t n) {
+static void train_in_one_pass(fixture *f, const size_t *slots, size_t n) {
+    size_t at;
     for (size_t i = 0; i < n; i++) {
         backward(&f->twins[slots[i]]);
         expect_update(f, &f->twins[slots[i]]);
     }
+    OK(gradients(f, slots, n, &at));
 }
 
-START_TEST(gradients_that_waited_run_in_one_launch) {
-    static const size_t slots[] = {2, 0, 3};
+static fixture *three(void) {
     fixture *f = setup(OF_BACKWARD, 0);
-    size_t at = 0;
+    add_some(f, 3, 10);
+    return f;
+}
+
+#define THREE(name) WITH(name, three(), teardown)
+
+BACKWARD(gradients_that_waited_run_in_one_launch, 0) {
+    static const size_t slots[] = {2, 0, 3};
     for (int i = 0; i < 4; i++)
         add(f, 700 * i);
     for (int step = 0; step < 3; step++) {
-        backward_of(f, slots, 3);
-        ck_assert_int_eq(gradients(f, slots, 3, &at), OF_OK);
+        train_in_one_pass(f, slots, 3);
         for (size_t i = 0; i < 3; i++)
             ck_assert(launched(&f->twins[slots[i]]) && of_plan_is_updated(f->plan, slots[i]));
         ck_assert(!of_plan_is_updated(f->plan, 1));
-        ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+        step_only(f);
     }
     ck_assert_uint_eq(counts(f).created, 9);
     ck_assert_uint_eq(counts(f).at_close, 9);
     ck_assert_uint_eq(counts(f).launches, 3);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(those_that_lack_state_get_it) {
-    static const size_t slots[] = {0, 1, 2};
-    fixture *f = three();
+THREE(those_that_lack_state_get_it) {
     size_t at = 0;
+    of_pass *pass = NULL;
+    bool first;
     f->twins[0].tensor->lacks_state = f->twins[2].tensor->lacks_state = true;
     backward_all(f);
     f->host->refuses = true;
-    of_pass *pass = NULL;
-    bool first;
     ck_assert_int_eq(of_pass_begin(f->plan, 99999, &pass, &first), OF_REFUSED);
     f->host->refuses = false;
-    ck_assert_int_eq(of_pass_begin(f->plan, 99999, &pass, &first), OF_OK);
+    OK(of_pass_begin(f->plan, 99999, &pass, &first));
     f->host->refuses = true;
     for (size_t i = 0; i < 3; i++)
-        ck_assert_int_eq(of_pass_ready(pass, i, &at), OF_OK);
-    ck_assert_int_eq(of_pass_end(pass, &at), OF_REFUSED);
-    ck_assert_str_eq(of_error_message(), "no state for slot 0");
+        OK(of_pass_ready(pass, i, &at));
+    FAILS(OF_REFUSED, of_pass_end(pass, &at), "no state for slot 0");
     ck_assert(at == OF_NO_SLOT && !of_plan_unconfirmed(f->plan) && launched(&f->twins[1]));
     of_pass_release(pass);
     f->host->refuses = false;
     for (size_t i = 0; i < 3; i++)
         expect_update(f, &f->twins[i]);
-    ck_assert_int_eq(gradients(f, slots, 3, &at), OF_OK);
+    OK(gradients(f, all, 3, &at));
     ck_assert_int_eq(atomic_load(&f->host->made), 2);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(a_failure_changes_nothing_and_says_where) {
-    static const size_t slots[] = {0, 1, 2};
-    fixture *f = three();
+THREE(a_failure_changes_nothing_and_says_where) {
     size_t at = 0;
     backward_all(f);
     f->twins[1].tensor->broken = true;
-    ck_assert_int_eq(gradients(f, slots, 3, &at), OF_INVALID);
-    ck_assert_str_eq(of_error_message(), "tensor 1 is broken");
+    INVALID(gradients(f, all, 3, &at), "tensor 1 is broken");
     ck_assert_uint_eq(at, 1);
     f->twins[1].tensor->broken = false;
     ck_assert(!of_plan_unconfirmed(f->plan) && counts(f).created == 0);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(a_second_gradient_is_refused_and_changes_nothing) {
-    static const size_t slots[] = {0, 1}, again[] = {2, 1};
-    fixture *f = three();
+THREE(a_second_gradient_is_refused_and_changes_nothing) {
+    static const size_t again[] = {2, 1};
     size_t at = 0;
-    backward_of(f, slots, 2);
-    ck_assert_int_eq(gradients(f, slots, 2, &at), OF_OK);
+    train_in_one_pass(f, all, 2);
     backward(&f->twins[1]);
     backward(&f->twins[2]);
     ck_assert_int_eq(gradients(f, again, 2, &at), OF_TWICE);
     ck_assert(at == 1 && !of_plan_is_updated(f->plan, 2));
     ck_assert(of_plan_is_updated(f->plan, 1) && counts(f).created == 2);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(what_is_exclusive_runs_by_itself) {
-    static const size_t slots[] = {0, 1, 2};
-    fixture *f = three();
-    size_t at = 0;
+THREE(what_is_exclusive_runs_by_itself) {
     f->twins[1].tensor->exclusive = true;
-    backward_of(f, slots, 3);
-    ck_assert_int_eq(gradients(f, slots, 3, &at), OF_OK);
+    train_in_one_pass(f, all, 3);
     ck_assert(of_plan_is_updated(f->plan, 1) && launched(&f->twins[1]));
     ck_assert_uint_eq(counts(f).at_close, 2);
     ck_assert_uint_eq(counts(f).at_once, 1);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(the_host_is_told_whose_inputs_come_next) {
+BACKWARD(the_host_is_told_whose_inputs_come_next, 0) {
     enum { N = 40, CHOSEN = 34 };
-    fixture *f = setup(OF_BACKWARD, 0);
-    size_t slots[CHOSEN], at = 0;
-    for (int i = 0; i < N; i++)
-        add(f, 10);
+    size_t slots[CHOSEN];
+    add_some(f, N, 10);
     for (size_t i = 0; i < CHOSEN; i++)
         slots[i] = CHOSEN - i;
-    backward_of(f, slots, CHOSEN);
-    ck_assert_int_eq(gradients(f, slots, CHOSEN, &at), OF_OK);
+    train_in_one_pass(f, slots, CHOSEN);
     for (size_t i = 0; i < N; i++)
         ck_assert_int_eq(f->twins[i].tensor->prefetched, i >= 1 && i <= CHOSEN);
-    ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), OF_OK);
+    step_only(f);
     for (size_t i = 0; i < N; i++) /* 0 is alone among those that come with it */
         ck_assert_int_eq(f->twins[i].tensor->prefetched, i >= 1);
-    teardown(f);
 }
-END_TEST
 
-START_TEST(neighbours_run_at_the_first_use_of_one_of_them) {
-    fixture *f = setup(OF_FORWARD, BUCKET);
-    for (int i = 0; i < 6; i++)
-        add(f, 300);
-    backward_all(f);
-    step(f);
-    fake_use(f->twins[1].tensor->param, false);
-    ck_assert(!launched(&f->twins[0]) && !launched(&f->twins[5]));
-    for (size_t i = 1; i < 5; i++)
-        ck_assert_msg(launched(&f->twins[i]), "%zu", i);
-    ck_assert_uint_eq(counts(f).at_use, 4);
+/* A step, a use of one of its parameters, and which of them have been launched. */
+TESTS(neighbours_run_at_the_first_use_of_one_of_them, 5) {
+    static const struct {
+        const char *what;
+        size_t bucket_bytes, n;
+        int64_t numel[6];
+        int threads;
+        size_t used;
+        const char *launched; /* 'x', by parameter */
+    } rows[] = {
+        {"up to a bucket", BUCKET, 6, {300, 300, 300, 300, 300, 300}, 3, 1, "-xxxx-"},
+        {"on one thread up to 64 KiB", 1 << 20, 4, {10000, 10000, 10000, 10000}, 1, 1, "-xx-"},
+        {"on one thread none, where the user says so", 1, 2, {100, 100}, 1, 0, "x-"},
+        {"not past what is large", 1 << 20, 3, {SMALL, SMALL + 1, 10}, 3, 0, "x--"},
+        {"none with what is large", 1 << 20, 3, {SMALL, SMALL + 1, 10}, 3, 1, "-x-"},
+    };
+    fixture *f = setup(OF_FORWARD, rows[row].bucket_bytes);
+    f->host->n_threads = rows[row].threads;
+    for (size_t i = 0; i < rows[row].n; i++)
+        add(f, rows[row].numel[i]);
+    train(f);
+    fake_use(f->twins[rows[row].used].tensor->param, false);
+    unsigned n = 0;
+    for (size_t i = 0; i < rows[row].n; i++) {
+        n += launched(&f->twins[i]);
+        ck_assert_msg(launched(&f->twins[i]) == (rows[row].launched[i] == 'x'), "%s: parameter %zu",
+                      rows[row].what, i);
+    }
+    ck_assert_uint_eq(counts(f).at_use, n);
     ck_assert_uint_eq(counts(f).launches, 1);
     teardown(f);
-}
-END_TEST
-
-START_TEST(on_one_thread_fewer_neighbours_run) {
-    const int64_t numel = 10000; /* 40 kB: two of them are more than 64 KiB */
-    fixture *f = setup(OF_FORWARD, 1 << 20);
-    f->host->n_threads = 1;
-    for (int i = 0; i < 4; i++)
-        add(f, numel);
-    backward_all(f);
-    step(f);
-    fake_use(f->twins[1].tensor->param, false);
-    for (size_t i = 0; i < 4; i++)
-        ck_assert_msg(launched(&f->twins[i]) == (i == 1 || i == 2), "%zu", i);
-    teardown(f);
-}
-END_TEST
-
-START_TEST(on_one_thread_none_run_where_the_user_says_so) {
-    fixture *f = setup(OF_FORWARD, 1);
-    f->host->n_threads = 1;
-    add(f, 100);
-    add(f, 100);
-    backward_all(f);
-    step(f);
-    fake_use(f->twins[0].tensor->param, false);
-    ck_assert(launched(&f->twins[0]) && !launched(&f->twins[1]));
-    teardown(f);
-}
-END_TEST
-
-START_TEST(what_is_large_runs_at_its_own_first_use) {
-    fixture *f = setup(OF_FORWARD, 1 << 20);
-    twin *small = add(f, OF_SERIAL_ELEMENTS - 1);
-    twin *large = add(f, OF_SERIAL_ELEMENTS);
-    twin *next = add(f, 10);
-    backward_all(f);
-    step(f);
-    fake_use(small->tensor->param, false);
-    ck_assert(launched(small) && !launched(large) && !launched(next));
-    fake_use(large->tensor->param, false);
-    ck_assert(launched(large) && !launched(next));
-    teardown(f);
-}
-END_TEST
-
-int main(void) {
-    Suite *suite = suite_create("together");
-    TCase *tests = tcase_create("together");
-    tcase_add_test(tests, gradients_that_waited_run_in_one_launch);
-    tcase_add_test(tests, those_that_lack_state_get_it);
-    tcase_add_test(tests, a_failure_changes_nothing_and_says_where);
-    tcase_add_test(tests, a_second_gradient_is_refused_and_changes_nothing);
-    tcase_add_test(tests, what_is_exclusive_runs_by_itself);
-    tcase_add_test(tests, the_host_is_told_whose_inputs_come_next);
-    tcase_add_test(tests, neighbours_run_at_the_first_use_of_one_of_them);
-    tcase_add_test(tests, on_one_thread_fewer_neighbours_run);
-    tcase_add_test(tests, on_one_thread_none_run_where_the_user_says_so);
-    tcase_add_test(tests, what_is_large_runs_at_its_own_first_use);
-    suite_add_tcase(suite, tests);
-    return run(suite);
 }
