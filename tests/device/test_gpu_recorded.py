@@ -12,8 +12,8 @@ import torch
 from common import Fused, adamw, assert_same, everything, python_ok
 from fakecuda import NAME
 from legal import legal, net, play, races_without, settle, train
-from programs import describe, draw, mended, run
 from recorded_classes import KINDS, Base
+from stream_programs import describe, draw, mended, run
 from style_classes import ON_ANY_DEVICE
 from test_captures import captured
 from test_gpu_moves import moved

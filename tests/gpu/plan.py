@@ -263,12 +263,12 @@ def promises(plan: Plan) -> Part:
 
 @on_gpu
 def random_programs(plan: Plan) -> Part:
-    """Seeds that no run before had; run_hazard.py repeats one that failed."""
+    """Seeds that no run before had; run_programs.py repeats one that failed."""
     seed, commands = int(time.time()), []
     where = {"OPTFUSE_TEST_ON": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     for i in range(PROCESSES):
         chosen = ("--programs", str(PROGRAMS), "--seed", str(seed + i * PROGRAMS))
-        commands.append(plan.python("tests/python/run_hazard.py", *chosen, **where))
+        commands.append(plan.python("tests/python/run_programs.py", *chosen, **where))
     return Part("random programs", commands, 120.0, CHECKS, together=True)
 
 

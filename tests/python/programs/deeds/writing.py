@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: changing weights, gradients and state behind the optimizer's back,
+"""Deeds: changing weights, gradients and state behind the optimizer's back,
 and names for their memory that are held across steps."""
 
 import torch
 from torch import nn
 
-from hazard.registry import INDEX, action
+from programs.deed import EITHER, INDEX, deed
 
 WHAT = ("weight", "weight", "state")
 
@@ -53,18 +53,18 @@ WRITES = {
 }
 
 
-@action(weight=12, gentle=True, what=WHAT, index=INDEX, way=WRITES)
+@deed(weight=12, what=WHAT, index=INDEX, way=WRITES)
 @torch.no_grad()
 def write(world, what, index, way):
     tensor = world.tensor(what, index)
     if tensor is not None:
-        WRITES[way](tensor)
+        way(tensor)
 
 
-OF_GRADIENTS = [way for way in WRITES if way != "storage"]  # see reading.py
+OF_GRADIENTS = {name: way for name, way in WRITES.items() if name != "storage"}  # see reading.py
 
 
-@action(weight=4, between=True, index=INDEX, way=OF_GRADIENTS)
+@deed("anywhere", weight=4, index=INDEX, way=OF_GRADIENTS, backward=EITHER)
 def write_a_gradient(world, index, way):
     write(world, "gradient", index, way)
 
@@ -94,23 +94,27 @@ GRADIENTS = {
 }
 
 
-@action(weight=6, index=INDEX, kind=GRADIENTS)
+@deed(weight=6, index=INDEX, kind=GRADIENTS, backward=EITHER, stock=EITHER)
 @torch.no_grad()
 def set_gradient(world, index, kind):
-    if world.ddp is not None and kind == "sparse":
+    if world.ddp is not None and kind is GRADIENTS["sparse"]:
         return  # DDP asks it for its memory, and the process ends, in stock too
     p = world.param(index)
-    p.grad = GRADIENTS[kind](p)
+    p.grad = kind(p)
 
 
-@action(weight=3, kind=("ones", "of other strides", "with holes"))
+@deed(
+    weight=3,
+    kind={name: GRADIENTS[name] for name in ("ones", "of other strides", "with holes")},
+    backward=EITHER,
+)
 @torch.no_grad()
 def set_all_gradients(world, kind):
     for p in world.params():
-        p.grad = GRADIENTS[kind](p)
+        p.grad = kind(p)
 
 
-@action(gentle=True)
+@deed(stock=EITHER, fault="lazy")
 def step_with_negated_gradients(world):
     """They don't outlive it: PyTorch can't zero them, and after a backward of
     backward mode there would be nothing left to fail on."""
@@ -122,7 +126,7 @@ def step_with_negated_gradients(world):
         p.grad = None
 
 
-@action(weight=2, first=INDEX, second=INDEX)
+@deed(weight=2, first=INDEX, second=INDEX, backward=EITHER)
 def share_a_gradient(world, first, second):
     """Two parameters whose gradients are one memory."""
     a, b = world.param(first), world.param(second)
@@ -133,37 +137,44 @@ def share_a_gradient(world, first, second):
 
 # ---- state
 
+
+def other_strides(s):
+    return s.t().contiguous().t() if s.dim() == 2 else s.clone()
+
+
 STATES = {
     "clone": lambda s: s.clone(),
     "halved": lambda s: s * 0.5,
     "zeros": lambda s: torch.zeros_like(s),
-    "other strides": lambda s: s.t().contiguous().t() if s.dim() == 2 else s.clone(),
+    "other strides": other_strides,
+}
+BAD_STATES = {
     "expanded": lambda s: torch.zeros((), dtype=s.dtype).expand(s.shape),
     "another dtype": lambda s: s.to(torch.float64),
 }
 
 
-@action(weight=3, gentle=True, index=INDEX, kind=("clone", "halved", "zeros", "other strides"))
+@deed(weight=3, index=INDEX, kind=STATES)
 def replace_state(world, index, kind):
     found = world.states()
     # The reference lays such state out for all parameters at once, which is not
     # in order for those that overlap.
-    if found and not (kind == "other strides" and world.overlapping):
+    if found and not (kind is other_strides and world.overlapping):
         entry, key = found[index % len(found)]
-        entry[key] = STATES[kind](entry[key])
+        entry[key] = kind(entry[key])
 
 
-@action(weight=1, index=INDEX, kind=("expanded", "another dtype"))
+@deed(weight=1, index=INDEX, kind=BAD_STATES, backward=EITHER, stock=EITHER, forward=EITHER)
 def replace_state_badly(world, index, kind):
     replace_state(world, index, kind)
 
 
-@action(weight=1, gentle=True, optimizer=INDEX)
+@deed(weight=1, optimizer=INDEX)
 def clear_state(world, optimizer):
     world.optimizer(optimizer).state.clear()
 
 
-@action(weight=1, gentle=True, optimizer=INDEX, index=INDEX)
+@deed(weight=1, optimizer=INDEX, index=INDEX)
 def forget_a_parameters_state(world, optimizer, index):
     state = world.optimizer(optimizer).state
     keys = [p for g in world.optimizer(optimizer).param_groups for p in g["params"] if p in state]
@@ -184,36 +195,41 @@ ALIASES = {
 }
 
 
-@action(weight=6, gentle=True, what=WHAT, index=INDEX, kind=ALIASES)
+GRADIENT_ALIASES = {name: alias for name, alias in ALIASES.items() if name != "through storage"}
+
+
+@deed(weight=6, what=WHAT, index=INDEX, kind=ALIASES, fault="privacy")
 def hold(world, what, index, kind):
+    """Looks first at those that are held since before the update."""
+    world.see_held()
     tensor = world.tensor(what, index)
     if tensor is not None:
-        world.held.append((f"{what}, {kind}", ALIASES[kind](tensor)))
+        world.held.append((what, kind(tensor)))
 
 
-@action(weight=2, between=True, index=INDEX, kind=[k for k in ALIASES if k != "through storage"])
+@deed("anywhere", weight=2, index=INDEX, kind=GRADIENT_ALIASES, backward=EITHER)
 def hold_a_gradient(world, index, kind):
     hold(world, "gradient", index, kind)
 
 
-@action(gentle=True, model=INDEX)
+@deed(model=INDEX)
 def hold_a_state_dict(world, model):
     for name, tensor in world.model(model).state_dict().items():
         world.held.append((name, tensor))
 
 
-@action(weight=4, gentle=True)
+@deed(weight=4)
 def see_what_is_held(world):
     if not any(what.startswith("gradient") for what, _ in world.held):
         world.see_held()
 
 
-@action(weight=3)
+@deed(weight=3, backward=EITHER)
 def see_all_that_is_held(world):
     world.see_held()
 
 
-@action(weight=3, gentle=True, index=INDEX)
+@deed(weight=3, index=INDEX)
 @torch.no_grad()
 def write_through_an_alias(world, index):
     if world.held:
@@ -221,7 +237,7 @@ def write_through_an_alias(world, index):
         alias *= 0.5
 
 
-@action(gentle=True)
+@deed()
 def drop_what_is_held(world):
     world.held.clear()
     world.losses.clear()

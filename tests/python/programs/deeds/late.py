@@ -8,27 +8,28 @@ import copy
 import torch
 from torch import nn
 
-from hazard.registry import INDEX, action
-from hazard.writing import WRITES
+from programs.deed import EITHER, INDEX, deed
+from programs.deeds.writing import WRITES
+from programs.optimizers import has_closure
 
 # Those that PyTorch's versions tell; the others are a row of docs/hazards.md.
-SEEN = [
-    way
-    for way in WRITES
-    if way not in ("copy_ into data", "mul_ of data", "data =", "numpy", "storage")
-]
+SEEN = {
+    name: way
+    for name, way in WRITES.items()
+    if name not in ("copy_ into data", "mul_ of data", "data =", "numpy", "storage")
+}
 
 
 def tensors_in(entry):
     return [key for key, value in entry.items() if torch.is_tensor(value)]
 
 
-@action(weight=6, between=True, what=("weight", "state"), index=INDEX, way=SEEN)
+@deed("anywhere", weight=6, what=("weight", "state"), index=INDEX, way=SEEN, backward=EITHER)
 @torch.no_grad()
 def write_before_step(world, what, index, way):
     tensor = world.tensor(what, index)
     if tensor is not None:
-        WRITES[way](tensor)
+        way(tensor)
 
 
 # ---- groups
@@ -114,15 +115,24 @@ GROUPS = {
 }
 
 
-@action(weight=8, between=True, optimizer=INDEX, group=INDEX, index=INDEX, kind=GROUPS)
+@deed(
+    "anywhere",
+    weight=8,
+    optimizer=INDEX,
+    group=INDEX,
+    index=INDEX,
+    kind=GROUPS,
+    backward=EITHER,
+    stock=EITHER,
+)
 def change_groups(world, optimizer, group, index, kind):
     chosen = world.optimizer(optimizer)
     one = chosen.param_groups[group % len(chosen.param_groups)]
     if one["params"]:
-        GROUPS[kind](world, chosen, one, index % len(one["params"]))
+        kind(world, chosen, one, index % len(one["params"]))
 
 
-@action(weight=2, between=True, optimizer=INDEX, rows=(1, 3))
+@deed("anywhere", weight=2, optimizer=INDEX, rows=(1, 3), backward=EITHER)
 def add_a_group_before_step(world, optimizer, rows):
     p = nn.Parameter(torch.linspace(-1, 1, rows * 3).view(rows, 3))
     world.extra.append(p)
@@ -206,18 +216,27 @@ STATES = {
 }
 
 
-@action(weight=8, between=True, optimizer=INDEX, index=INDEX, kind=STATES)
+@deed("anywhere", weight=8, optimizer=INDEX, index=INDEX, kind=STATES, backward=EITHER)
 def change_state(world, optimizer, index, kind):
     chosen = world.optimizer(optimizer)
     params = [p for group in chosen.param_groups for p in group["params"]]
     if params:
-        STATES[kind](chosen, params[index % len(params)])
+        kind(chosen, params[index % len(params)])
 
 
 # ---- hooks and closures that do so in step()
 
 
-@action(weight=3, between=True, optimizer=INDEX, index=INDEX, groups=GROUPS, state=STATES)
+@deed(
+    "anywhere",
+    weight=3,
+    optimizer=INDEX,
+    index=INDEX,
+    groups=GROUPS,
+    state=STATES,
+    backward=EITHER,
+    stock=EITHER,
+)
 def step_with_a_hook_that_changes(world, optimizer, index, groups, state):
     def hook(chosen, args, kwargs):
         change_state(world, optimizer, index, state)
@@ -232,7 +251,16 @@ def step_with_a_hook_that_changes(world, optimizer, index, groups, state):
         handle.remove()
 
 
-@action(weight=3, between=True, optimizer=INDEX, model=INDEX, index=INDEX, kind=STATES)
+@deed(
+    "anywhere",
+    weight=3,
+    optimizer=INDEX,
+    model=INDEX,
+    index=INDEX,
+    kind=STATES,
+    backward=EITHER,
+    kinds=has_closure,
+)
 def step_with_a_closure_that_changes(world, optimizer, model, index, kind):
     def closure():
         for one in world.optimizers:
@@ -252,7 +280,9 @@ def buffers_of(sgd):
     return {sgd.state.get(p, {}).get("momentum_buffer") is not None for p in used}
 
 
-@action(weight=4, between=True, optimizer=INDEX, scale=(None, 8.0), inf=(None, 0.0, 1.0))
+@deed(
+    "anywhere", weight=4, optimizer=INDEX, scale=(None, 8.0), inf=(None, 0.0, 1.0), backward=EITHER
+)
 def step_with_scale(world, optimizer, scale, inf):
     """As GradScaler hands them over to stock's fused kernels."""
     chosen = world.optimizer(optimizer)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: what is done to models and the memory of their parameters."""
+"""Deeds: what is done to models and the memory of their parameters."""
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from hazard.reference import is_dense
-from hazard.registry import BATCH, INDEX, action
+from programs.deed import BATCH, EITHER, INDEX, deed
+from programs.reference import is_dense
 
 
-@action(gentle=True, model=INDEX, dtype=(torch.float64, torch.bfloat16))
+@deed(model=INDEX, dtype=(torch.float64, torch.bfloat16))
 def to_another_dtype_and_back(world, model, dtype):
     chosen = world.model(model)
     before = next(chosen.parameters()).dtype
@@ -17,7 +17,7 @@ def to_another_dtype_and_back(world, model, dtype):
     chosen.to(before)
 
 
-@action(weight=1, model=INDEX, batch=BATCH)
+@deed(weight=1, model=INDEX, batch=BATCH, backward=EITHER, stock=EITHER, forward=EITHER)
 def train_in_another_dtype(world, model, batch):
     chosen = world.model(model)
     before = next(chosen.parameters()).dtype
@@ -26,12 +26,12 @@ def train_in_another_dtype(world, model, batch):
     chosen.to(before)
 
 
-@action(gentle=True, model=INDEX)
+@deed(model=INDEX)
 def to_channels_last(world, model):
     world.model(model).to(memory_format=torch.channels_last)
 
 
-@action(weight=3, gentle=True, index=INDEX, kind=("same strides", "other strides", "a slice"))
+@deed(weight=3, index=INDEX, kind=("same strides", "other strides", "a slice"))
 def new_data(world, index, kind):
     p = world.param(index)
     if kind == "a slice":
@@ -46,7 +46,7 @@ def alike(a, b):
     return a.shape == b.shape and a.dtype == b.dtype and is_dense(a) and is_dense(b)
 
 
-@action(gentle=True, first=INDEX, second=INDEX)
+@deed(first=INDEX, second=INDEX)
 def exchange_data(world, first, second):
     """Two parameters swap their memory, one after the other."""
     a, b = world.param(first), world.param(second)
@@ -54,7 +54,7 @@ def exchange_data(world, first, second):
         a.data, b.data = b.data, a.data
 
 
-@action(weight=1, gentle=True, first=INDEX, second=INDEX)
+@deed(weight=1, first=INDEX, second=INDEX)
 def tie_data(world, first, second):
     """Contiguous, as their state is: two parameters in one memory are updated one after the other,
     which the reference does not do with tensors that it has to lay out anew."""
@@ -64,7 +64,7 @@ def tie_data(world, first, second):
         world.overlapping = True
 
 
-@action(gentle=True, index=INDEX)
+@deed(index=INDEX)
 def swap_tensors(world, index):
     p = world.param(index)
     if p.is_leaf and p.requires_grad:
@@ -72,7 +72,7 @@ def swap_tensors(world, index):
         torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
 
 
-@action(gentle=True, model=INDEX)
+@deed(model=INDEX)
 def vector_to_parameters(world, model):
     """All parameters become views of one memory."""
     params = list(world.model(model).parameters())
@@ -80,7 +80,7 @@ def vector_to_parameters(world, model):
     nn.utils.vector_to_parameters(vector, params)
 
 
-@action(weight=1, gentle=True, index=INDEX)
+@deed(weight=1, index=INDEX)
 def share_memory(world, index):
     """The memory moves; an array over the old one would be left dangling."""
     world.held.clear()
@@ -93,14 +93,14 @@ def plain_linear(world, index):
     return found[index % len(found)] if found else None
 
 
-@action(gentle=True, index=INDEX)
+@deed(index=INDEX)
 def prune_a_layer(world, index):
     layer = plain_linear(world, index)
     if layer is not None:
         prune.l1_unstructured(layer, "weight", 0.3)
 
 
-@action(weight=1, gentle=True)
+@deed(weight=1)
 def make_pruning_permanent(world):
     for module in world.modules():
         if "weight_orig" in module._parameters:
@@ -112,21 +112,21 @@ class Halved(nn.Module):
         return weight * 0.5
 
 
-@action(gentle=True, index=INDEX)
+@deed(index=INDEX)
 def parametrize_a_layer(world, index):
     layer = plain_linear(world, index)
     if layer is not None:
         parametrize.register_parametrization(layer, "weight", Halved())
 
 
-@action(weight=1, gentle=True)
+@deed(weight=1)
 def end_parametrizations(world):
     for module in world.modules():
         if parametrize.is_parametrized(module):
             parametrize.remove_parametrizations(module, "weight")
 
 
-@action(weight=1, gentle=True, model=INDEX)
+@deed(weight=1, model=INDEX)
 @torch.no_grad()
 def reset_parameters(world, model):
     torch.manual_seed(9)

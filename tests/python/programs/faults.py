@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Negative controls: with a guard of the library off, random programs must find
-a difference. Run as a program with the test-only library in OPTFUSE_LIBRARY."""
+"""Negative controls: with a guard of the library off, the deed that needs it fails, and random
+programs find a difference. Run with the test-only library in OPTFUSE_LIBRARY."""
 
 import json
 import os
@@ -8,9 +8,12 @@ import sys
 
 from guard_scenarios import SCENARIOS
 
-from hazard.programs import generate
-from hazard.runner import prepare, run, what_fails
 from optfuse._library.bindings import lib
+from programs.cases import failures
+from programs.deed import DEEDS
+from programs.draw import generate
+from programs.play import MODES
+from programs.runner import in_child, prepare, run, what_fails
 
 PROGRAMS = 2000  # at most, for each guard
 AT_A_TIME = 20
@@ -122,12 +125,25 @@ def found(guard):
     return ""
 
 
+def control(name):
+    """[what fails with all guards, without the one that the deed needs]"""
+    guard, *others = DEEDS[name].fault
+    outcomes = []
+    for off in (others, (guard, *others)):
+        switch_off(*off)
+        *said, status = in_child(lambda write: write(*(failures(name, mode) for mode in MODES)))
+        outcomes.append(sum(said[0], []) if said else [f"crashed: {status}"])
+    return outcomes
+
+
+def of_deeds():
+    prepare()
+    faults = [name for name, deed in DEEDS.items() if deed.fault]
+    print(json.dumps({name: control(name) for name in sys.argv[1:] or faults}))
+
+
 def main():
     prepare()
     lib.of_shim_wait_from(0)  # clipping is left to the updates of these small parameters, too
     guards = sys.argv[1:] or OFTEN
     print(json.dumps({guard: found(guard) for guard in guards}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: what is done to optimizers."""
+"""Deeds: what is done to optimizers."""
 
 import gc
 
@@ -8,11 +8,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import optfuse
-from hazard.reference import Dense
-from hazard.registry import INDEX, action
+from programs.deed import EITHER, INDEX, deed
+from programs.reference import Dense
 
 
-@action(weight=3, between=True, gentle=True, optimizer=INDEX, group=INDEX, lr=(0.1, 1e-3, 0.0))
+@deed("anywhere", weight=3, optimizer=INDEX, group=INDEX, lr=(0.1, 1e-3, 0.0))
 def set_lr(world, optimizer, group, lr):
     groups = world.optimizer(optimizer).param_groups
     chosen = groups[group % len(groups)]
@@ -22,33 +22,35 @@ def set_lr(world, optimizer, group, lr):
         chosen["lr"] = lr
 
 
-@action(between=True, gentle=True, optimizer=INDEX, value=(0.0, 0.1))
+@deed("anywhere", optimizer=INDEX, value=(0.0, 0.1))
 def set_weight_decay(world, optimizer, value):
     for group in world.optimizer(optimizer).param_groups:
-        group["weight_decay"] = value
+        if "weight_decay" in group:
+            group["weight_decay"] = value
 
 
-@action(between=True, gentle=True, optimizer=INDEX)
+@deed("anywhere", optimizer=INDEX)
 def set_betas_or_momentum(world, optimizer):
     for group in world.optimizer(optimizer).param_groups:
         if "betas" in group:
             group["betas"] = (0.5, 0.9)
-        else:
+        elif "momentum" in group:
             group["momentum"] = 0.5
 
 
-@action(weight=2, between=True, gentle=True, optimizer=INDEX)
+@deed("anywhere", weight=2, optimizer=INDEX)
 def toggle_maximize(world, optimizer):
     for group in world.optimizer(optimizer).param_groups:
-        group["maximize"] = not group["maximize"]
+        if "maximize" in group:
+            group["maximize"] = not group["maximize"]
 
 
-@action(weight=1, between=True, gentle=True, optimizer=INDEX)
+@deed("anywhere", weight=1, optimizer=INDEX, stock=EITHER, backward=EITHER)
 def toggle_amsgrad_or_nesterov(world, optimizer):
     for group in world.optimizer(optimizer).param_groups:
         if "amsgrad" in group:
             group["amsgrad"] = not group["amsgrad"]
-        elif group["momentum"] > 0 and group["dampening"] == 0:
+        elif group.get("momentum", 0) > 0 and group["dampening"] == 0:
             group["nesterov"] = not group["nesterov"]
 
 
@@ -85,12 +87,12 @@ SCHEDULERS = {
 }
 
 
-@action(weight=4, between=True, gentle=True, optimizer=INDEX, kind=SCHEDULERS)
+@deed("anywhere", weight=4, optimizer=INDEX, kind=SCHEDULERS)
 def add_a_scheduler(world, optimizer, kind):
-    world.schedulers.append(SCHEDULERS[kind](world.optimizer(optimizer)))
+    world.schedulers.append(kind(world.optimizer(optimizer)))
 
 
-@action(weight=8, between=True, gentle=True, index=INDEX)
+@deed("anywhere", weight=8, index=INDEX)
 def step_a_scheduler(world, index):
     if not world.schedulers:
         return
@@ -103,40 +105,40 @@ def step_a_scheduler(world, index):
     world.see("learning rates", rates)
 
 
-@action(gentle=True, optimizer=INDEX, rows=(1, 3, 17))
+@deed(optimizer=INDEX, rows=(1, 3, 17))
 def add_a_group(world, optimizer, rows):
     p = nn.Parameter(torch.linspace(-1, 1, rows * 3).view(rows, 3))
     world.extra.append(p)
     world.optimizer(optimizer).add_param_group({"params": [p], "lr": 0.2})
 
 
-@action(weight=1, gentle=True, optimizer=INDEX)
+@deed(weight=1, optimizer=INDEX)
 def take_a_group_away(world, optimizer):
     groups = world.optimizer(optimizer).param_groups
     if len(groups) > 1:
         groups.pop(0)
 
 
-@action(gentle=True, index=INDEX)
+@deed(index=INDEX)
 def toggle_requires_grad(world, index):
     p = world.param(index)
     if p.is_leaf:
         p.requires_grad_(not p.requires_grad)
 
 
-@action(weight=3, gentle=True, optimizer=INDEX)
+@deed(weight=3, optimizer=INDEX)
 def flush(world, optimizer):
     if world.fused:
         optfuse.flush(world.optimizer(optimizer))
 
 
-@action(gentle=True)
+@deed()
 def flush_everything(world):
     if world.fused:
         optfuse.flush()
 
 
-@action(gentle=True, optimizer=INDEX)
+@deed(optimizer=INDEX)
 def unfuse_and_fuse_again(world, optimizer):
     """unfuse() drops the gradients that backward fusion has consumed (docs/hazards.md)."""
     chosen = world.optimizer(optimizer)
@@ -146,7 +148,7 @@ def unfuse_and_fuse_again(world, optimizer):
     chosen.zero_grad()
 
 
-@action(gentle=True, optimizer=INDEX, model=INDEX, batch=(0, 1))
+@deed(optimizer=INDEX, model=INDEX, batch=(0, 1))
 def train_one_round_unfused(world, optimizer, model, batch):
     chosen = world.optimizer(optimizer)
     if world.fused:
@@ -159,7 +161,7 @@ def train_one_round_unfused(world, optimizer, model, batch):
             world.wrap(chosen)
 
 
-@action(gentle=True, optimizer=INDEX)
+@deed(optimizer=INDEX)
 def replace_the_optimizer(world, optimizer):
     """By a new one over the same parameters; the old one is dropped."""
     i = optimizer % len(world.optimizers)
@@ -169,23 +171,24 @@ def replace_the_optimizer(world, optimizer):
     world.optimizers[i] = world.wrap(world.make(world.specs[i]))
 
 
-@action(weight=1, between=True, gentle=True)
+@deed("anywhere", weight=1)
 def collect_garbage(world):
     gc.collect(1)
 
 
-@action(weight=3, between=True, gentle=True, optimizer=INDEX)
+@deed("anywhere", weight=3, optimizer=INDEX, backward=EITHER)
 def hook_before_step(world, optimizer):
     """One that changes what step() does."""
 
     def halve(chosen, args, kwargs):
         for group in chosen.param_groups:
-            group["weight_decay"] *= 0.5
+            if "weight_decay" in group:
+                group["weight_decay"] *= 0.5
 
     world.add_step_hook(optimizer, halve)
 
 
-@action(weight=1, between=True, optimizer=INDEX)
+@deed("anywhere", weight=1, optimizer=INDEX, backward=EITHER)
 def hook_before_step_on_gradients(world, optimizer):
     def scale(chosen, args, kwargs):
         for group in chosen.param_groups:

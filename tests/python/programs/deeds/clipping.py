@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: optfuse.clip_grad_norm_(), which for stock optimizers is torch's."""
+"""Deeds: optfuse.clip_grad_norm_(), which for stock optimizers is torch's."""
 
 import optfuse
-from hazard.registry import BATCH, BOOL, INDEX, action
+from programs.deed import BATCH, BOOL, EITHER, INDEX, deed
 
 OVER = {
     "optimizer": lambda world, i: world.optimizer(i),
@@ -15,23 +15,23 @@ ORDERS = (2.0, 2.0, 2.0, 1.0, float("inf"))
 NORMS = (0.05, 0.05, 0.0, 1e4)  # the last one leaves gradients as they are
 
 
-@action(
+@deed(
+    "anywhere",
     weight=4,
-    between=True,
     over=OVER,
     index=INDEX,
     max_norm=NORMS,
     order=ORDERS,
     foreach=(None, None, False),
     strict=(False, False, True),
+    backward=EITHER,
 )
 def clip_by_optfuse(world, over, index, max_norm, order, foreach, strict):
-    chosen = OVER[over](world, index)
-    norm = optfuse.clip_grad_norm_(chosen, max_norm, order, strict, foreach)
+    norm = optfuse.clip_grad_norm_(over(world, index), max_norm, order, strict, foreach)
     world.see("norm", norm)
 
 
-@action(
+@deed(
     weight=5,
     model=INDEX,
     batch=BATCH,
@@ -41,6 +41,7 @@ def clip_by_optfuse(world, over, index, max_norm, order, foreach, strict):
     order=ORDERS,
     look=(False, False, True),
     set_to_none=BOOL,
+    backward=EITHER,
 )
 def clipped_by_optfuse(world, model, batch, over, times, max_norm, order, look, set_to_none):
     for optimizer in world.optimizers:
@@ -55,7 +56,7 @@ def clipped_by_optfuse(world, model, batch, over, times, max_norm, order, look, 
         world.step(i)
 
 
-@action(weight=2, model=INDEX, batch=BATCH, over=OVER)
+@deed(weight=2, model=INDEX, batch=BATCH, over=OVER, backward=EITHER)
 def clipped_before_more_is_added(world, model, batch, over):
     """Gradients that a later pass adds are not clipped."""
     world.backward(world.loss(model, batch))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Findings of random programs (run_hazard.py), each as small as it gets."""
+"""Findings of random programs (run_programs.py), each as small as it gets."""
 
 import copy
 import functools
@@ -10,8 +10,8 @@ from common import adamw, batch, everything, fused_backward, loss_of, net, refus
 from torch import nn
 
 import optfuse
-from hazard.play import judge
-from hazard.programs import LAST, Program
+from programs.draw import LAST, Program
+from programs.play import judge
 
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 

@@ -10,13 +10,18 @@ from common import assert_same, one_process
 from pytorchs_own import pytorchs_own
 
 import optfuse
-from hazard.registry import ACTIONS, Action
-from hazard.world import World
+import programs.deeds  # noqa: F401 - fills the table
+from programs.deed import ANYWHERE, ARMED, BEFORE_FUSE, DEEDS, DIFFERS, Deed
+from programs.world import World
 
 MODES = ("forward", "backward")
-# For updates that no action has used.
-AT_LAST = Action("launch", World.launch, {}, weight=0, gentle=False, between=False)
+# For updates that no deed has used.
+AT_LAST = Deed("launch", World.launch, ANYWHERE)
 BY_AUTOGRAD = "modified by an inplace operation"
+
+
+class Broken(Exception):
+    """A deed's own assertion."""
 
 
 @dataclass
@@ -26,6 +31,8 @@ class Run:
     at: int = 0  # actions that went well, or raised what stock raises
     action: str = ""  # at which it ended
     error: str = ""
+    had_pending: bool = False  # at the tested deed
+    created: int = 0  # updates, of all optimizers
 
 
 @dataclass
@@ -34,10 +41,23 @@ class Verdict:
     failure: str = ""  # what is wrong, or empty
 
 
-def outside(world, action):
-    """Actions that backward mode has no answer for: it updates before step(), so that
-    weights and state looked at or changed in between differ from stock."""
-    return world.mode == "backward" and bool(world.unsettled) and not action.between
+def outside(world, deed):
+    """Whether backward mode has no answer: it updates before step(), so that weights and state
+    looked at or changed in between differ from stock."""
+    if world.mode != "backward":
+        return False
+    if DIFFERS in deed.outcomes.values() and (world.unsettled or deed.where in ARMED):
+        return world.tested != deed.name
+    return bool(world.unsettled) and deed.where not in (ANYWHERE, *ARMED)
+
+
+def is_of_a_deed(error):
+    """An assertion that a deed makes, not PyTorch."""
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    file = trace.tb_frame.f_code.co_filename
+    return isinstance(error, AssertionError) and "/tests/" in file
 
 
 def raised_by(world, error):
@@ -56,14 +76,16 @@ def label(i, name):
     return f"action {i}, {name}"
 
 
-def act(world, action, arguments):
-    """The exception that the action ended with, or None; nothing else is kept
-    of it, since a traceback would hold aliases of every tensor in it."""
+def act(world, deed, arguments):
+    """The exception that the deed ended with, or None; nothing else is kept of it, since a
+    traceback would hold aliases of every tensor in it."""
     world.in_backward = False
     try:
-        action.function(world, **arguments)
+        world.play(deed, arguments)
     except Exception as error:
         world.clean_up()
+        if is_of_a_deed(error):
+            raise Broken(f"{type(error).__name__} in {deed.name}: {error}") from None
         return error.with_traceback(None)
     return None
 
@@ -74,24 +96,39 @@ def play(program, mode):
         return played(program, mode)
 
 
-def played(program, mode):
-    run = Run([])
+def begun(program, mode):
+    """The world, or the run that has ended already."""
     torch.manual_seed(program.seed)
     try:
-        world = World(program.setup, mode)
-    except optfuse.Error as error:
-        return Run([], "raised", 0, "setup", str(error))
+        return World(program.setup, mode), None
     except Exception as error:
-        return Run([("setup", type(error).__name__)], "equal", 0, "setup", str(error))
-    run.seen = world.seen
-    actions = [(ACTIONS[name], arguments) for name, arguments in program.actions]
-    for i, (action, arguments) in enumerate([*actions, (AT_LAST, {})]):
-        name, run.at = action.name, i
-        if outside(world, action):
+        return None, ended_at_setup(error)
+
+
+def ended_at_setup(error):
+    if isinstance(error, optfuse.Error):
+        return Run([], "raised", 0, "setup", str(error))
+    return Run([("setup", type(error).__name__)], "equal", 0, "setup", str(error))
+
+
+def played(program, mode):
+    world, run = begun(program, mode)
+    if run:
+        return run
+    run = Run(world.seen)
+    actions = [(DEEDS[name], arguments) for name, arguments in program.actions]
+    for i, (deed, arguments) in enumerate([*actions, (AT_LAST, {})]):
+        if deed.where != BEFORE_FUSE and not world.is_begun:
+            try:
+                world.begin()
+            except Exception as error:
+                return ended_at_setup(error)
+        name, run.at = deed.name, i
+        if outside(world, deed):
             run.end, run.action = "outside", name
-            return run
+            break
         world.label = label(i, name)
-        error = act(world, action, arguments)
+        error = act(world, deed, arguments)
         if error is None:
             continue
         end = raised_by(world, error)
@@ -102,8 +139,10 @@ def played(program, mode):
             run.end, run.action, run.error = end, name, str(error)
             if end == "autograd":
                 world.seen.pop()
-            return run
-    run.at = len(program.actions)
+            break
+    else:
+        run.at = len(program.actions)
+    run.had_pending, run.created = world.had_pending, world.created()
     return run
 
 
@@ -125,7 +164,10 @@ def difference(stock, run):
 
 
 def verdict_of(program, mode, stock):
-    run = play(program, mode)
+    try:
+        run = play(program, mode)
+    except Broken as error:
+        return Verdict(Run([], "broken"), str(error))
     return Verdict(run, difference(stock, run))
 
 

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: ways to train."""
+"""Deeds: ways to train."""
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
-from hazard.registry import BATCH, BOOL, INDEX, action
+from programs.deed import BATCH, BOOL, EITHER, INDEX, deed
+from programs.optimizers import has_closure
 
 
-@action(weight=30, gentle=True, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
+@deed(weight=30, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
 def iteration(world, model, batch, set_to_none):
     world.train(lambda: world.loss(model, batch), set_to_none)
 
 
-@action(weight=4, gentle=True, batch=BATCH, set_to_none=BOOL)
+@deed(weight=4, batch=BATCH, set_to_none=BOOL)
 def iteration_with_zero_grad_of_the_model(world, batch, set_to_none):
     for model in world.models:
         model.zero_grad(set_to_none)
@@ -25,7 +26,7 @@ def iteration_with_zero_grad_of_the_model(world, batch, set_to_none):
         world.step(i)
 
 
-@action(weight=4, gentle=True, batch=BATCH)
+@deed(weight=4, batch=BATCH)
 def iteration_over_all_models(world, batch):
     world.train(lambda: sum(world.loss(m, batch) for m in range(len(world.models))))
 
@@ -33,36 +34,36 @@ def iteration_over_all_models(world, batch):
 # ---- its parts, in any order
 
 
-@action(weight=12, between=True, model=INDEX, batch=BATCH)
+@deed("anywhere", weight=12, model=INDEX, batch=BATCH, backward=EITHER)
 def backward(world, model, batch):
     loss = world.loss(model, batch)
     world.backward(loss)
     world.see("loss", loss)
 
 
-@action(weight=12, gentle=True, between=True, optimizer=INDEX)
+@deed("anywhere", weight=12, optimizer=INDEX, backward=EITHER, fault=("rearm", "seal"))
 def step(world, optimizer):
     world.step(optimizer)
 
 
-@action(weight=6, gentle=True, between=True, optimizer=INDEX, set_to_none=BOOL)
+@deed("anywhere", weight=6, optimizer=INDEX, set_to_none=BOOL)
 def zero_grad(world, optimizer, set_to_none):
     world.optimizer(optimizer).zero_grad(set_to_none)
 
 
-@action(weight=3, gentle=True, between=True, model=INDEX, set_to_none=BOOL)
+@deed("anywhere", weight=3, model=INDEX, set_to_none=BOOL)
 def zero_grad_of_the_model(world, model, set_to_none):
     world.model(model).zero_grad(set_to_none)
 
 
-@action(optimizer=INDEX, model=INDEX, batch=BATCH)
+@deed(optimizer=INDEX, model=INDEX, batch=BATCH, backward=EITHER)
 def step_twice(world, optimizer, model, batch):
     world.backward(world.loss(model, batch))
     world.step(optimizer)
     world.step(optimizer)
 
 
-@action(weight=3, model=INDEX, batch=BATCH, times=(2, 3))
+@deed(weight=3, model=INDEX, batch=BATCH, times=(2, 3), backward=EITHER)
 def accumulate(world, model, batch, times):
     for optimizer in world.optimizers:
         optimizer.zero_grad()
@@ -72,7 +73,7 @@ def accumulate(world, model, batch, times):
         world.step(i)
 
 
-@action(model=INDEX, batch=BATCH, again=BOOL)
+@deed(model=INDEX, batch=BATCH, again=BOOL, backward=EITHER, stock=EITHER)
 def discarded_backward(world, model, batch, again):
     """Its gradients are thrown away."""
     world.backward(world.loss(model, batch))
@@ -84,7 +85,7 @@ def discarded_backward(world, model, batch, again):
         world.step(i)
 
 
-@action(gentle=True, optimizer=INDEX, model=INDEX, batch=BATCH)
+@deed(optimizer=INDEX, model=INDEX, batch=BATCH, kinds=has_closure)
 def step_with_closure(world, optimizer, model, batch):
     chosen = world.optimizer(optimizer)
 
@@ -104,7 +105,7 @@ def step_with_closure(world, optimizer, model, batch):
 # ---- other ways to reach a gradient
 
 
-@action(gentle=True, model=INDEX, batch=BATCH, use_reentrant=BOOL)
+@deed(model=INDEX, batch=BATCH, use_reentrant=BOOL)
 def checkpointed(world, model, batch, use_reentrant):
     def call(x):
         if x.is_floating_point():
@@ -116,7 +117,7 @@ def checkpointed(world, model, batch, use_reentrant):
     world.train(lambda: world.loss(model, batch, call))
 
 
-@action(gentle=True, model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH)
 def functional_call(world, model, batch):
     def call(x):
         chosen = world.model(model)
@@ -125,7 +126,7 @@ def functional_call(world, model, batch):
     world.train(lambda: world.loss(model, batch, call))
 
 
-@action(optimizer=INDEX, model=INDEX, batch=BATCH)
+@deed(optimizer=INDEX, model=INDEX, batch=BATCH, backward=EITHER)
 def gradients_by_func_grad(world, optimizer, model, batch):
     chosen = world.model(model)
     weights = {k: v.detach() for k, v in chosen.named_parameters()}
@@ -144,7 +145,7 @@ def gradients_by_func_grad(world, optimizer, model, batch):
     world.step(optimizer)
 
 
-@action(gentle=True, model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH)
 def under_autocast(world, model, batch):
     def loss():
         with torch.autocast("cpu", torch.bfloat16):
@@ -153,7 +154,7 @@ def under_autocast(world, model, batch):
     world.train(loss)
 
 
-@action(gentle=True, model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH)
 def penalty_on_the_input(world, model, batch):
     """Double backward, but the gradients of the weights come from one pass."""
     inputs = []
@@ -172,7 +173,7 @@ def penalty_on_the_input(world, model, batch):
     world.train(loss)
 
 
-@action(gentle=True, model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH)
 def penalty_on_the_weights(world, model, batch):
     def loss():
         out = world.loss(model, batch)
@@ -183,7 +184,7 @@ def penalty_on_the_weights(world, model, batch):
     world.train(loss)
 
 
-@action(model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH, backward=EITHER)
 def backward_with_create_graph(world, model, batch):
     for optimizer in world.optimizers:
         optimizer.zero_grad()
@@ -198,7 +199,7 @@ def backward_with_create_graph(world, model, batch):
         world.step(i)
 
 
-@action(weight=3, batch=BATCH, retain=BOOL)
+@deed(weight=3, batch=BATCH, retain=BOOL, backward=EITHER, stock=EITHER)
 def adversarial(world, batch, retain):
     """Two losses and all optimizers over one graph, or over one each."""
     for optimizer in world.optimizers:
@@ -213,19 +214,19 @@ def adversarial(world, batch, retain):
         world.step(i)
 
 
-@action(weight=3, gentle=True, model=INDEX, batch=BATCH)
+@deed(weight=3, model=INDEX, batch=BATCH)
 def keep_a_loss(world, model, batch):
     """A graph that lives across steps."""
     world.losses.append(world.loss(model, batch))
 
 
-@action(weight=3, between=True)
+@deed("anywhere", weight=3, backward=EITHER)
 def backward_of_a_kept_loss(world):
     if world.losses:
         world.backward(world.losses.pop())
 
 
-@action(gentle=True, model=INDEX, batch=BATCH, factor=(0.5, -2.0))
+@deed(model=INDEX, batch=BATCH, factor=(0.5, -2.0))
 def hook_changes_the_gradient(world, model, batch, factor):
     handles = [
         p.register_hook(lambda g: g * factor)
@@ -237,15 +238,19 @@ def hook_changes_the_gradient(world, model, batch, factor):
         handle.remove()
 
 
-@action(gentle=True, index=INDEX)
+def read_gradient(p):
+    p.grad.sum()
+
+
+@deed(index=INDEX)
 def hook_after_accumulation(world, index):
     """Reads the gradient where it is complete, in every backward from now on."""
     p = world.param(index)
     if p.is_leaf and p.requires_grad:
-        world.handles.append(p.register_post_accumulate_grad_hook(lambda q: q.grad.sum()))
+        world.handles.append(p.register_post_accumulate_grad_hook(read_gradient))
 
 
-@action(gentle=True)
+@deed()
 def remove_hooks(world):
     while world.handles:
         world.handles.pop().remove()
@@ -254,7 +259,15 @@ def remove_hooks(world):
 # ---- between backward and step
 
 
-@action(weight=4, model=INDEX, batch=BATCH, kind=("norm", "value", "inf norm"), foreach=BOOL)
+@deed(
+    weight=4,
+    model=INDEX,
+    batch=BATCH,
+    kind=("norm", "value", "inf norm"),
+    foreach=BOOL,
+    backward=EITHER,
+    fault=("consumed", "discarded"),
+)
 def clipped(world, model, batch, kind, foreach):
     for optimizer in world.optimizers:
         optimizer.zero_grad()
@@ -264,7 +277,14 @@ def clipped(world, model, batch, kind, foreach):
         world.step(i)
 
 
-@action(weight=3, between=True, kind=("norm", "value", "inf norm"), foreach=BOOL)
+@deed(
+    "anywhere",
+    weight=3,
+    kind=("norm", "value", "inf norm"),
+    foreach=BOOL,
+    backward=EITHER,
+    fault=("consumed", "discarded"),
+)
 def clip(world, kind, foreach):
     if kind == "value":
         nn.utils.clip_grad_value_(world.params(), 0.01, foreach=foreach)
@@ -283,7 +303,15 @@ CLIPPING = {
 }
 
 
-@action(weight=4, model=INDEX, batch=BATCH, unscale=BOOL, clipping=CLIPPING, overflow=OVERFLOW)
+@deed(
+    weight=4,
+    model=INDEX,
+    batch=BATCH,
+    unscale=BOOL,
+    clipping=CLIPPING,
+    overflow=OVERFLOW,
+    backward=EITHER,
+)
 def scaled(world, model, batch, unscale, clipping, overflow):
     if world.scaler is None:
         world.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
@@ -295,7 +323,7 @@ def scaled(world, model, batch, unscale, clipping, overflow):
         if unscale:
             world.scaler.unscale_(optimizer)
             if clipping:
-                world.see("norm", CLIPPING[clipping](world, optimizer))
+                world.see("norm", clipping(world, optimizer))
         world.scaler.step(optimizer)
         world.stepped(i)
     world.scaler.update()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A thousand random training programs (hazard/), always the same: every bit as
-in stock, or an error. By hand: run_hazard.py."""
+"""A thousand random training programs, always the same: every bit as
+in stock, or an error. By hand: run_programs.py."""
 
 import json
 import os
@@ -10,13 +10,13 @@ import guard_scenarios
 import pytest
 from common import python
 
-from hazard import runner
-from hazard.controls import OFTEN, OUT_OF_REACH
-from hazard.play import Run, difference, judge
-from hazard.programs import LAST, Program, generate
-from hazard.registry import ACTIONS
-from hazard.runner import Tally, explain, run
-from hazard.shrink import shrink
+from programs import runner
+from programs.deed import DEEDS
+from programs.draw import LAST, Program, generate
+from programs.faults import OFTEN, OUT_OF_REACH
+from programs.play import Run, difference, judge
+from programs.runner import Tally, explain, run
+from programs.shrink import shrink
 
 PROGRAMS = 1000
 
@@ -43,10 +43,11 @@ def test_most_programs_run_to_their_end(mode, least, tally):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ("forward", "backward"))
-def test_every_action_is_played_and_goes_well(mode, tally):
+def test_every_deed_is_played_and_goes_well(mode, tally):
     """In backward mode those that it can answer."""
     refused = {"train_in_another_dtype"}  # always: the state has the old one
-    wanted = [a.name for a in ACTIONS.values() if a.gentle or mode == "forward"]
+    drawn = [deed for deed in DEEDS.values() if deed.weight]
+    wanted = [deed.name for deed in drawn if deed.is_gentle or mode == "forward"]
     never = {name for name in wanted if not tally.played[mode, name]}
     assert never <= refused, f"never played in {mode} mode: {never}"
 
@@ -59,7 +60,7 @@ def found():
     library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
-    done = python("from hazard.controls import main\nmain()", 500, OPTFUSE_LIBRARY=library)
+    done = python("from programs.faults import main\nmain()", 500, OPTFUSE_LIBRARY=library)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -140,7 +141,7 @@ def test_an_update_that_raises_in_backward_is_as_good_as_one_in_step():
 def test_an_exception_that_only_stock_raises_is_a_failure(ours, monkeypatch):
     """Whether ours then raises nothing or raises in another step()."""
     import optfuse
-    from hazard.world import World
+    from programs.world import World
 
     step = World.step
 
@@ -158,7 +159,7 @@ def test_an_exception_that_only_stock_raises_is_a_failure(ours, monkeypatch):
 
 
 def test_what_is_explained_is_the_program_that_failed(monkeypatch):
-    """With the actions that were drawn more often for it."""
+    """With the deeds that were drawn more often for it."""
     often = ("scaled",)
     tally = Tally()
     results = {"forward": ("equal", 0, "", "other bits")}
@@ -170,8 +171,8 @@ def test_what_is_explained_is_the_program_that_failed(monkeypatch):
     assert tried, "it was not tried to shrink the program"
 
 
-def test_an_action_that_goes_wrong_is_a_failure(monkeypatch):
-    from hazard.world import World
+def test_a_deed_that_goes_wrong_is_a_failure(monkeypatch):
+    from programs.world import World
 
     look = World.look
 

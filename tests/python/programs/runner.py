@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hazard.play import MODES, judge
-from hazard.programs import generate
-from hazard.shrink import shrink
+from programs.draw import generate
+from programs.play import MODES, judge
+from programs.shrink import shrink
 
 SECONDS = 300  # more is a hang
 CHUNK = 200  # programs for each child

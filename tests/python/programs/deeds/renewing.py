@@ -9,7 +9,8 @@ import pickle
 import torch
 from torch import nn
 
-from hazard.registry import INDEX, action
+from programs.deed import EITHER, INDEX, deed
+from programs.optimizers import has_no_attributes
 
 CASTS = {
     "to float64 and back": (lambda m: m.double(), lambda m, dtype: m.to(dtype)),
@@ -20,16 +21,25 @@ CASTS = {
 }
 
 
-@action(weight=3, between=True, model=INDEX, kind=CASTS)
+@deed("anywhere", weight=3, model=INDEX, kind=CASTS, backward=EITHER)
 def cast_before_step(world, model, kind):
     chosen = world.model(model)
     dtype = next(chosen.parameters()).dtype
-    cast, back = CASTS[kind]
+    cast, back = kind
     cast(chosen)
     back(chosen, dtype)
 
 
-@action(weight=2, between=True, optimizer=INDEX, model=INDEX, dtype=(torch.float64, torch.float16))
+@deed(
+    "anywhere",
+    weight=2,
+    optimizer=INDEX,
+    model=INDEX,
+    dtype=(torch.float64, torch.float16),
+    backward=EITHER,
+    stock=EITHER,
+    forward=EITHER,
+)
 def step_in_another_dtype(world, optimizer, model, dtype):
     is_adam = isinstance(world.optimizer(optimizer), torch.optim.Adam)
     if dtype == torch.float16 and not is_adam:
@@ -43,7 +53,7 @@ def step_in_another_dtype(world, optimizer, model, dtype):
         chosen.to(before)
 
 
-@action(weight=3, between=True, index=INDEX, keep=("the gradient", "nothing"))
+@deed("anywhere", weight=3, index=INDEX, keep=("the gradient", "nothing"), backward=EITHER)
 def swap_tensors_before_step(world, index, keep):
     """The new tensor's gradient comes with it."""
     p = world.param(index)
@@ -74,16 +84,22 @@ def saved_and_loaded(together):
 COPIES = {how.__name__: how for how in (deep_copied, pickled, saved_and_loaded)}
 
 
-@action(weight=3, between=True, how=COPIES, step=INDEX)
+@deed("anywhere", weight=3, how=COPIES, step=INDEX, backward=EITHER, kinds=has_no_attributes)
 def copy_before_step(world, how, step):
     """The copy has no gradients, so that its step() makes none of the updates; it is dropped,
     and the originals go on."""
-    models, optimizers, extra = COPIES[how]((world.models, world.optimizers, world.extra))
+    models, optimizers, extra = how((world.models, world.optimizers, world.extra))
     optimizers[step % len(optimizers)].step()
     world.see("copies", [len(o.param_groups) for o in optimizers])
 
 
-@action(weight=3, between=True, optimizer=INDEX, kind=("itself", "a copy", "__setstate__"))
+@deed(
+    "anywhere",
+    weight=3,
+    optimizer=INDEX,
+    kind=("itself", "a copy", "__setstate__"),
+    backward=EITHER,
+)
 def attributes_before_step(world, optimizer, kind):
     chosen = world.optimizer(optimizer)
     if kind == "itself":

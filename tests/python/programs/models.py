@@ -3,6 +3,7 @@
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def numbers(i, *shape):
@@ -91,6 +92,48 @@ class WithAnAlias(nn.Module):
         return self.layer(x)
 
 
+class Checkpointed(nn.Module):
+    """Computes a part of it again in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        x = checkpoint(self.again, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+    def again(self, x):
+        return torch.tanh(self.second(x))
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, which is used turned as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.last(x @ self.first.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        state = x.new_zeros(1, 4)
+        for row in x.split(1):
+            state = (self.first(row) + self.again(state)).tanh()
+        return state
+
+
 def mlp():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -101,6 +144,11 @@ def with_batch_norm():
 
 def convolution():
     return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+
+
+def with_group_norm():
+    layers = nn.Conv2d(2, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(48, 4))
 
 
 def renormalized():
@@ -121,6 +169,11 @@ MODELS = {
     "layer norm": (with_norm, rows),
     "batch norm": (with_batch_norm, rows),
     "convolution": (convolution, images),
+    "group norm": (with_group_norm, images),
+    "checkpointed": (lambda: Checkpointed(reentrant=False), rows),
+    "reentrant": (lambda: Checkpointed(reentrant=True), rows),
+    "shared": (Shared, rows),
+    "recurrent": (Recurrent, rows),
     "tied": (Tied, words),
     "renormalized": (renormalized, words),
     "one storage": (lambda: OneStorage(overlap=False), rows),
@@ -129,6 +182,7 @@ MODELS = {
     "branching": (Branching, rows),
     "alias": (WithAnAlias, rows),
 }
+DRAWN = tuple(MODELS)  # by random programs; a deed may add a model of its own
 LEAVE_OUT = ("odd", "branching")  # some of their parameters, in some passes
 SIXTEEN_BITS = ("mlp in bfloat16", "mlp in float16")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: copies, checkpoints and averages of models and optimizers."""
+"""Deeds: copies, checkpoints and averages of models and optimizers."""
 
 import copy
 import io
@@ -8,11 +8,12 @@ import pickle
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hazard.reading import saved
-from hazard.registry import BOOL, INDEX, action
+from programs.deed import BOOL, INDEX, deed
+from programs.deeds.reading import saved
+from programs.optimizers import has_no_attributes
 
 
-@action(weight=3, gentle=True, by_reference=BOOL)
+@deed(weight=3, by_reference=BOOL)
 def remember(world, by_reference):
     """A checkpoint in memory; by reference it goes on with the training."""
     models = [m.state_dict() for m in world.models]
@@ -21,13 +22,13 @@ def remember(world, by_reference):
     world.saved.append(kept if by_reference else copy.deepcopy(kept))
 
 
-@action(weight=3, gentle=True, index=INDEX)
+@deed(weight=3, index=INDEX)
 def remember_by_saving(world, index):
     models = [m.state_dict() for m in world.models]
     world.saved.append(saved((models, [o.state_dict() for o in world.optimizers])))
 
 
-@action(weight=3, gentle=True, index=INDEX, what=("model", "optimizer", "both"))
+@deed(weight=3, index=INDEX, what=("model", "optimizer", "both"))
 def go_back(world, index, what):
     if not world.saved:
         return
@@ -40,18 +41,18 @@ def go_back(world, index, what):
             optimizer.load_state_dict(kept)
 
 
-@action(gentle=True, index=INDEX)
+@deed(index=INDEX)
 def look_at_a_checkpoint(world, index):
     if world.saved:
         world.see("checkpoint", list(world.saved[index % len(world.saved)]))
 
 
-@action(weight=1, gentle=True)
+@deed(weight=1)
 def forget_checkpoints(world):
     world.saved.clear()
 
 
-@action(gentle=True)
+@deed(kinds=has_no_attributes)
 def go_on_with_deepcopies(world):
     models, optimizers, extra = copy.deepcopy((world.models, world.optimizers, world.extra))
     world.extra = extra
@@ -59,13 +60,13 @@ def go_on_with_deepcopies(world):
     world.replace(models, optimizers if world.fused else list(map(world.wrap, optimizers)))
 
 
-@action(gentle=True)
+@deed()
 def deepcopy_of_the_models(world):
     twins = copy.deepcopy(world.models)
     world.see("copies", [p.detach() for m in twins for p in m.parameters()])
 
 
-@action(gentle=True, how=("pickle", "torch.save"))
+@deed(how=("pickle", "torch.save"), kinds=has_no_attributes)
 def resume_from_memory(world, how):
     """Model and optimizer in one file; what is loaded is a stock optimizer."""
     together = (world.models, world.optimizers, world.extra)
@@ -80,14 +81,14 @@ def resume_from_memory(world, how):
     world.replace(models, [world.wrap(optimizer) for optimizer in optimizers])
 
 
-@action(gentle=True, model=INDEX, foreach=BOOL)
+@deed(model=INDEX, foreach=BOOL)
 def start_an_average(world, model, foreach):
     averaging = {"multi_avg_fn": get_ema_multi_avg_fn(0.7)} if foreach else {}
     n = model % len(world.models)
     world.averages.append((n, AveragedModel(world.models[n], **averaging)))
 
 
-@action(weight=4, gentle=True, index=INDEX)
+@deed(weight=4, index=INDEX)
 def update_an_average(world, index):
     if world.averages:
         n, average = world.averages[index % len(world.averages)]
@@ -95,7 +96,7 @@ def update_an_average(world, index):
         world.see("average", [p.detach() for p in average.parameters()])
 
 
-@action(weight=1, gentle=True, index=INDEX)
+@deed(weight=1, index=INDEX)
 @torch.no_grad()
 def take_an_average(world, index):
     if world.averages:
@@ -104,7 +105,7 @@ def take_an_average(world, index):
             p.copy_(q)
 
 
-@action(gentle=True, model=INDEX)
+@deed(model=INDEX)
 @torch.no_grad()
 def average_by_hand(world, model):
     for p in world.model(model).parameters():

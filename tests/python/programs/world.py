@@ -2,14 +2,20 @@
 """The objects that a program acts on: models, optimizers and what it holds. There is one
 world for each run, and all worlds of a program go through the same states."""
 
+import contextlib
+import os
+from collections import Counter
+
 import torch
-from common import snapshot
+from common import refused, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import optfuse
-from hazard.models import LEAVE_OUT, MODELS, inputs
-from hazard.reference import FUSED, Dense
+from programs import deed
+from programs.models import LEAVE_OUT, MODELS, inputs
+from programs.optimizers import KINDS, Kind
+from programs.reference import Dense
 
 
 def comparable(value):
@@ -42,27 +48,42 @@ class World:
         self.held, self.losses, self.saved = [], [], []
         self.scaler = None
         self.references = []
+        self.armed = {place: [] for place in deed.ARMED}  # (deed, arguments)
+        self.hooked = None  # the parameter whose hook calls a deed
+        self.turns = Counter()  # how often each deed was played
+        self.turn = 0  # how often this one was before
+        self.i = 0  # iterations so far
+        self.had_pending = False  # whether updates were pending at the tested deed
         # Options of fuse(); stock clips by hand.
         self.passes = setup.get("accumulate", 1)
         self.max_norm = setup.get("max_grad_norm")
         self.bucket_bytes = setup.get("bucket_bytes", 1)
         self.overlapping = "same elements" in self.kinds
-        self.optimizers = [self.wrap(self.make(spec)) for spec in setup["optimizers"]]
         self.specs = list(setup["optimizers"])
+        self.optimizers = [self.make(spec) for spec in self.specs]
+        self.is_begun = False
+        self.tested = setup.get("tested")  # the name of a deed that is played though it differs
+
+    def begin(self):
+        """Fuses, before the first deed that is not to come before that."""
+        if not self.is_begun:
+            self.is_begun = True
+            for optimizer in self.optimizers:
+                self.wrap(optimizer)
 
     # ---- optimizers
 
     def make(self, spec):
-        chosen = self.chosen(spec["over"])
+        """spec: "kind" is a name or a Kind."""
+        kind = spec["kind"] if isinstance(spec["kind"], Kind) else KINDS[spec["kind"]]
+        chosen = self.chosen(spec.get("over", "all"))
         groups = [{"params": chosen}]
-        if spec["groups"] == 2 and len(chosen) > 1:
+        if spec.get("groups") == 2 and len(chosen) > 1:
             groups = [{"params": chosen[::2]}, {"params": chosen[1::2], "lr": 0.03}]
-        options = dict(spec["options"])
-        if spec["tensor_lr"]:
+        options = dict(spec.get("options", {}))
+        if spec.get("tensor_lr"):
             options["lr"] = torch.tensor(options["lr"])
-        if spec["kind"] in FUSED:
-            options["fused"] = True
-        return getattr(torch.optim, spec["kind"])(groups, **options)
+        return kind.make(groups, **options)
 
     def chosen(self, over):
         if over == "last model":
@@ -73,16 +94,20 @@ class World:
             return [p for p in params if p not in last]
         return {"even": params[::2], "odd": params[1::2]}.get(over, params)
 
-    def wrap(self, optimizer):
+    def wrap(self, optimizer, **options):
+        """Fuses, with options of the mode's object."""
+        if not self.specs:  # a deed that makes its own
+            self.optimizers.append(optimizer)
         if self.mode == "stock":
             optimizer._step_supports_amp_scaling = False  # see reference.py
             self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
-        mode = optfuse.Forward(max_grad_norm=self.max_norm)
-        if self.mode == "backward":
+        if self.mode == "forward":
+            mode = optfuse.Forward(**{"max_grad_norm": self.max_norm, **options})
+        else:
             if self.max_norm is not None:
                 raise optfuse.Error("optfuse.Backward() has no max_grad_norm=")
-            mode = optfuse.Backward(accumulate=self.passes, ddp=self.ddp)
+            mode = optfuse.Backward(**{"accumulate": self.passes, "ddp": self.ddp, **options})
         return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes)
 
     @property
@@ -91,20 +116,20 @@ class World:
 
     # ---- what an index means
 
-    def model(self, i):
+    def model(self, i=0):
         return self.models[i % len(self.models)]
 
-    def optimizer(self, i):
+    def optimizer(self, i=0):
         return self.optimizers[i % len(self.optimizers)]
 
     def params(self):
         return [*dict.fromkeys(p for m in self.models for p in m.parameters()), *self.extra]
 
-    def param(self, i):
+    def param(self, i=0):
         params = self.params()
         return params[i % len(params)]
 
-    def grad(self, i):
+    def grad(self, i=0):
         """A gradient that is there, or None."""
         params = [p for p in self.params() if p.grad is not None]
         return params[i % len(params)].grad if params else None
@@ -119,7 +144,7 @@ class World:
                     found += [(entry, k) for k, v in entry.items() if torch.is_tensor(v)]
         return found
 
-    def state(self, i):
+    def state(self, i=0):
         found = self.states()
         if not found:
             return None
@@ -164,15 +189,76 @@ class World:
         """Every step() comes here afterwards."""
         self.unsettled.discard(i)
 
-    def train(self, loss, set_to_none=True):
-        """One iteration of all optimizers; loss: a function, or None for the first model."""
+    def train(self, loss=None, set_to_none=True):
+        """One iteration of all optimizers, and what is armed for it; loss: a function."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
-        value = loss()
-        self.backward(value)
-        for i in range(len(self.optimizers)):
-            self.step(i)
+        for _ in range(self.passes):
+            value = loss() if loss else self.loss(0, self.i)
+            self.do(deed.BEFORE_BACKWARD)
+            with self.hooks():
+                if not self.do(deed.BACKWARD, value):
+                    self.backward(value)
+        self.do(deed.BEFORE_STEP)
+        if not self.do(deed.STEP):
+            for i in range(len(self.optimizers)):
+                self.step(i)
+        self.i += 1
         self.see("loss", value)
+
+    # ---- deeds in an iteration
+
+    def do(self, place, *given):
+        """Whether there was one for this place."""
+        due = self.armed[place]
+        if place != deed.IN_BACKWARD:
+            self.armed[place] = []
+        for one, arguments in due:
+            self.call(one, arguments, *given)
+        return bool(due)
+
+    def play(self, one, arguments):
+        """Now, or in the next iteration."""
+        if one.where in deed.ARMED:
+            self.armed[one.where].append((one, arguments))
+        else:
+            self.call(one, arguments)
+
+    def call(self, one, arguments, *given):
+        self.turn = self.turns[one.name]
+        self.turns[one.name] += 1
+        if one.name == self.tested and one.where == deed.BETWEEN:
+            self.had_pending |= any(map(self.pending, self.optimizers))
+        one.call(self, arguments, *given)
+
+    @contextlib.contextmanager
+    def hooks(self):
+        """Behind each gradient in this pass, if a deed is to come there."""
+        handles = []
+        if self.armed[deed.IN_BACKWARD]:
+            used = [p for p in self.params() if p.is_leaf and p.requires_grad]
+            handles = [p.register_post_accumulate_grad_hook(self.in_hook) for p in used]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.armed[deed.IN_BACKWARD] = []
+
+    def in_hook(self, p):
+        self.hooked = p
+        self.do(deed.IN_BACKWARD)
+        self.hooked = None
+
+    @contextlib.contextmanager
+    def environment(self, **variables):
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def launch(self):
         """Launches pending updates; those of other programs are not looked at."""
@@ -184,10 +270,23 @@ class World:
         for reference in self.references:
             reference.last()
 
+    def pending(self, optimizer):
+        return optfuse.summary(optimizer).pending if self.mode == "forward" else 0
+
+    def created(self):
+        """Updates that optfuse has made or is to make."""
+        fused = self.optimizers if self.is_begun and self.fused else ()
+        return sum(optfuse.summary(o).created for o in filter(None, fused))
+
     def clean_up(self):
         """After an exception."""
         for reference in self.references:
             reference.put_back()
+
+    def refused(self, call, *words, way_out='mode="forward"'):
+        """With ours it must raise optfuse.Error, with these words; with stock it is not called."""
+        if self.fused:
+            refused(call, *words, way_out=way_out)
 
     # ---- observations
 

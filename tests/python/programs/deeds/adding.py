@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: passes marked by optfuse.accumulate(), which for stock optimizers and
+"""Deeds: passes marked by optfuse.accumulate(), which for stock optimizers and
 in forward mode does nothing."""
 
 import optfuse
-from hazard.faults import FailsInBackward
-from hazard.registry import BATCH, BOOL, INDEX, action
+from programs.deed import BATCH, BOOL, EITHER, INDEX, deed
+from programs.deeds.failing import FailsInBackward
 
 
-@action(
+@deed(
     weight=6,
-    gentle=True,
     model=INDEX,
     batch=BATCH,
     times=(2, 3),
@@ -32,21 +31,21 @@ def accumulate_with_marks(world, model, batch, times, same_model, set_to_none, l
         world.step(i)
 
 
-@action(weight=4, between=True, model=INDEX, batch=BATCH)
+@deed("anywhere", weight=4, model=INDEX, batch=BATCH, backward=EITHER)
 def backward_that_only_adds(world, model, batch):
     """The next action is up to the program: step(), another pass, or a look."""
     with optfuse.accumulate(*world.optimizers):
         world.backward_that_adds(world.loss(model, batch))
 
 
-@action(between=True, optimizer=INDEX, model=INDEX, batch=BATCH)
+@deed("anywhere", optimizer=INDEX, model=INDEX, batch=BATCH, backward=EITHER)
 def backward_that_adds_for_one(world, optimizer, model, batch):
     """For the other optimizers it is a pass that updates."""
     with optfuse.accumulate(world.optimizer(optimizer)):
         world.backward(world.loss(model, batch))
 
 
-@action(weight=1, model=INDEX, batch=BATCH)
+@deed(weight=1, model=INDEX, batch=BATCH, backward=EITHER, stock=EITHER)
 def exception_in_a_pass_that_adds(world, model, batch):
     """Before any gradient; the context is left by it."""
     with optfuse.accumulate(*world.optimizers), optfuse.accumulate(world.optimizer(0)):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: exceptions on the way."""
+"""Deeds: exceptions on the way."""
 
 import torch
 from torch import nn
 
-from hazard.registry import BATCH, INDEX, action
+from programs.deed import BATCH, EITHER, INDEX, deed
 
 
 class Fault(Exception):
@@ -25,7 +25,7 @@ def fail(*_):
     raise Fault
 
 
-@action(weight=3, gentle=True, model=INDEX, layer=INDEX, batch=BATCH)
+@deed(weight=3, model=INDEX, layer=INDEX, batch=BATCH, stock=EITHER)
 def exception_in_forward(world, model, layer, batch):
     layers = list(world.model(model).children())
     if not layers:
@@ -37,13 +37,13 @@ def exception_in_forward(world, model, layer, batch):
         handle.remove()
 
 
-@action(model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH, backward=EITHER, stock=EITHER)
 def exception_before_backward(world, model, batch):
     """At its very start: no gradient is complete."""
     world.backward(FailsInBackward.apply(world.loss(model, batch)))
 
 
-@action(model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH, backward=EITHER, stock=EITHER)
 def exception_in_backward(world, model, batch):
     """Half-way: the loss of the weights themselves has its gradients first."""
     chosen = world.model(model)
@@ -57,6 +57,6 @@ def exception_in_backward(world, model, batch):
         handle.remove()
 
 
-@action(weight=1, gentle=True, optimizer=INDEX)
+@deed(weight=1, optimizer=INDEX, stock=EITHER)
 def exception_in_a_closure(world, optimizer):
     world.step(optimizer, fail)

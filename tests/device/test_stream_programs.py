@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from common import assert_same, fuse_with
-from programs import describe, draw, mended, run, wait
+from stream_programs import describe, draw, mended, run, wait
 
 PROGRAMS, LENGTH = 60, 24
 MODES = ("forward", "backward")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random training programs with stock and with fused optimizers; see hazard/.
+"""Random training programs with stock and with fused optimizers; see programs/.
 
-python tests/python/run_hazard.py --programs 20000 --seed 1
+python tests/python/run_programs.py --programs 20000 --seed 1
 
 With OPTFUSE_TEST_ON=cuda whatever they make is made on a GPU."""
 
@@ -13,9 +13,9 @@ import on_device
 
 on_device.use()
 
-from hazard.play import MODES  # noqa: E402 - imports optfuse
-from hazard.registry import ACTIONS  # noqa: E402
-from hazard.runner import explain, prepare, run  # noqa: E402
+from programs.deed import DEEDS  # noqa: E402
+from programs.play import MODES  # noqa: E402 - imports optfuse
+from programs.runner import explain, prepare, run  # noqa: E402
 
 ENDS = ("equal", "raised", "outside", "autograd")
 
@@ -24,7 +24,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="of the first program")
-    parser.add_argument("--actions", action="store_true", help="print the counts of each action")
+    parser.add_argument("--actions", action="store_true", help="print the counts of each deed")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures to shrink")
     return parser.parse_args()
 
@@ -37,8 +37,8 @@ def print_ends(tally):
 
 
 def print_actions(tally):
-    print(f"\n{'action':32} " + "".join(f"{mode + ': went on':>20} {'ended':>7}" for mode in MODES))
-    for name in ("setup", *sorted(ACTIONS)):
+    print(f"\n{'deed':32} " + "".join(f"{mode + ': went on':>20} {'ended':>7}" for mode in MODES))
+    for name in ("setup", *sorted(DEEDS)):
         row = f"{name:32} "
         for mode in MODES:
             ended = sum(tally.ended[mode, name, end] for end in ENDS)

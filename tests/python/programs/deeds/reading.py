@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions: looking at weights, gradients and state."""
+"""Deeds: looking at weights, gradients and state."""
 
 import copy
 import ctypes
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hazard.registry import BATCH, BOOL, INDEX, action
+from programs.deed import BATCH, BOOL, EITHER, INDEX, deed
 
 WHAT = ("weight", "weight", "state")
 
@@ -74,34 +74,34 @@ READS = {
 }
 
 
-@action(weight=14, gentle=True, what=WHAT, index=INDEX, way=READS)
+@deed(weight=14, what=WHAT, index=INDEX, way=READS, fault=("key", "seal"))
 def read(world, what, index, way):
     tensor = world.tensor(what, index)
     if tensor is not None:
-        world.see(f"{what} by {way}", READS[way](tensor))
+        world.see(what, way(tensor))
 
 
 # Backward mode: the storage of a consumed gradient is empty, which PyTorch answers
 # with an error of its own ("out of bounds").
-OF_GRADIENTS = [way for way in READS if way != "storage"]
+OF_GRADIENTS = {name: way for name, way in READS.items() if name != "storage"}
 
 
-@action(weight=5, between=True, index=INDEX, way=OF_GRADIENTS)
+@deed("anywhere", weight=5, index=INDEX, way=OF_GRADIENTS, backward=EITHER)
 def read_a_gradient(world, index, way):
     read(world, "gradient", index, way)
 
 
-@action(weight=5, gradients=BOOL)
+@deed(weight=5, gradients=BOOL, backward=EITHER)
 def look(world, gradients):
     world.look(gradients)
 
 
-@action(weight=3, gentle=True)
+@deed(weight=3)
 def look_at_weights_and_state(world):
     world.look(gradients=False)
 
 
-@action(weight=3, gentle=True, model=INDEX, batch=BATCH, inference=BOOL, train_mode=BOOL)
+@deed(weight=3, model=INDEX, batch=BATCH, inference=BOOL, train_mode=BOOL)
 def evaluate(world, model, batch, inference, train_mode):
     chosen = world.model(model)
     chosen.train(train_mode)
@@ -110,19 +110,19 @@ def evaluate(world, model, batch, inference, train_mode):
     chosen.train()
 
 
-@action(gentle=True, model=INDEX, batch=BATCH)
+@deed(model=INDEX, batch=BATCH)
 def data_parallel(world, model, batch):
     wrapped = nn.DataParallel(world.model(model))
     world.see("output", world.loss(model, batch, wrapped))
 
 
-@action(weight=1, gentle=True, model=INDEX)
+@deed(weight=1, model=INDEX)
 def parameters_to_vector(world, model):
     params = list(world.model(model).parameters())
     world.see("vector", nn.utils.parameters_to_vector(params))
 
 
-@action(weight=1, gentle=True, model=INDEX, batch=BATCH)
+@deed(weight=1, model=INDEX, batch=BATCH)
 def another_thread_infers(world, model, batch):
     got = []
 
@@ -138,7 +138,7 @@ def another_thread_infers(world, model, batch):
     world.see("output", got[0])
 
 
-@action(weight=1, gentle=True, model=INDEX)
+@deed(weight=1, model=INDEX)
 def another_thread_reads_state_dict(world, model):
     got = []
 
@@ -153,7 +153,7 @@ def another_thread_reads_state_dict(world, model):
     world.see("weights", got[0])
 
 
-@action(gentle=True, model=INDEX)
+@deed(model=INDEX)
 def per_sample_gradients(world, model):
     weights = [p.detach() for p in world.model(model).parameters() if p.dim() == 2]
 

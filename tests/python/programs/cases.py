@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Small programs around one deed: each of its arguments once, and each kind of optimizer."""
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+from programs.deed import (
+    ALONE,
+    ANYWHERE,
+    BEFORE_FUSE,
+    BETWEEN,
+    DEEDS,
+    DIFFERS,
+    EITHER,
+    EQUAL,
+    Deed,
+)
+from programs.draw import LAST, Program
+from programs.optimizers import EACH, KINDS, NATIVE, OWN, Kind
+from programs.play import Broken, play, verdict_of
+
+ZERO_GRAD = ("zero_grad", {"optimizer": 0, "set_to_none": True})
+
+
+@dataclass(frozen=True)
+class Case:
+    deed: Deed
+    kind: Kind
+    arguments: dict
+    program: Program
+    is_late: bool = False  # between backward() and step()
+
+    def __str__(self):
+        drawn = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        late = ", before step()" if self.is_late else ""
+        return (
+            f"{self.deed.name}({drawn}) of {self.program.setup['models']} by {self.kind.name}{late}"
+        )
+
+
+def iteration(i):
+    return "iteration", {"model": 0, "batch": i, "set_to_none": True}
+
+
+def around(deed, arguments):
+    """The actions of its programs, and whether it comes late."""
+    it = (deed.name, arguments)
+    if deed.where == ALONE:
+        yield [it], False
+        return
+    if deed.where == BEFORE_FUSE:
+        yield [it, *map(iteration, range(3)), LAST], False
+        return
+    turns = [action for i in range(deed.turns) for action in (it, iteration(i + 1))]
+    yield [iteration(0), *turns, LAST], False
+    if deed.where == ANYWHERE:
+        late = [ZERO_GRAD, ("backward", {"model": 0, "batch": 1}), it, ("step", {"optimizer": 0})]
+        yield [iteration(0), *late, iteration(2), LAST], True
+
+
+def fitting(deed):
+    if deed.make:
+        return [Kind("its own", deed.make, OWN)]
+    found = [KINDS[name] for name in EACH if deed.takes(KINDS[name])]
+    return found or [kind for kind in KINDS.values() if deed.takes(kind)]
+
+
+def setup_of(deed, kind, model):
+    one = {"kind": kind if deed.make else kind.name, "options": dict(kind.options[0])}
+    models, optimizers = ([], []) if deed.where == ALONE else ([model], [one])
+    setup = {"models": models, "optimizers": optimizers, "bucket_bytes": 1, "tested": deed.name}
+    return {**setup, **deed.setup}
+
+
+@functools.cache
+def cases(name):
+    """Each kind with the first arguments, and the others with a kind each, in turn."""
+    deed, found = DEEDS[name], []
+    kinds = fitting(deed)
+    for n, arguments in enumerate(deed.variants()):
+        for kind in kinds if n == 0 else [kinds[n % len(kinds)]]:
+            for model in deed.models if n == 0 else [deed.models[n % len(deed.models)]]:
+                setup = setup_of(deed, kind, model)
+                for actions, is_late in around(deed, arguments):
+                    found.append(Case(deed, kind, arguments, Program(0, setup, actions), is_late))
+    return found
+
+
+@functools.lru_cache(maxsize=128)
+def stock_of(name, n):
+    return play(cases(name)[n].program, "stock")
+
+
+def wrong_in_stock(case, stock):
+    raised = [what for what, _ in stock.seen if what.endswith("exception")]
+    if stock.action == "setup" or (raised and case.deed.outcomes["stock"] is not EITHER):
+        return f"stock raised: {stock.error}"
+    if not stock.seen:
+        return "it looks at nothing"
+    return ""
+
+
+def wrong(case, mode, stock):
+    """The fault of a case in this mode, or nothing."""
+    expected = case.deed.outcome(mode, case.kind, case.arguments, case.is_late)
+    verdict = verdict_of(case.program, mode, stock)
+    run, failure = verdict.run, verdict.failure
+    if expected is DIFFERS:
+        return "" if failure and run.end == "equal" else "it is to differ from stock, and does not"
+    if failure or expected is EITHER:
+        return failure
+    if expected is EQUAL:
+        if run.end != "equal":
+            return f"it ended, {run.end}, at {run.action}: {run.error}"
+        return unproved(case, mode, run)
+    if run.end == "equal":
+        return "it is to raise, and does not"
+    missing = [word for word in expected.words if word not in run.error]
+    return f"it raised without the words {missing}: {run.error}" if missing else ""
+
+
+def unproved(case, mode, run):
+    if case.kind.way != NATIVE or not case.deed.proves or case.deed.where == ALONE:
+        return ""
+    if run.created == 0:
+        return "optfuse made no update: it proves nothing"
+    if mode == "forward" and case.deed.where == BETWEEN and not run.had_pending:
+        return "no update was pending: it proves nothing"
+    return ""
+
+
+def failures(name, mode):
+    """The messages of a deed's cases that fail in this mode."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n, case in enumerate(cases(name)):
+            try:
+                stock = stock_of(name, n)
+                why = wrong_in_stock(case, stock) or wrong(case, mode, stock)
+            except Broken as error:
+                why = f"with stock: {error}"
+            if why:
+                found.append(f"{case}: {why}\n{case.program.code()}")
+    return found

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The kinds of optimizers that programs train with: of PyTorch, with kernels and without, recorded,
+registered, and those that couple their parameters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import own_classes
+import recorded_classes
+import style_classes
+import torch
+
+import optfuse
+import optfuse.optim
+
+NATIVE, RECORDED, REGISTERED, OWN = "native", "recorded", "registered", "own"
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    make: Callable[..., torch.optim.Optimizer]  # given groups, and options
+    way: str = RECORDED  # NATIVE: there are kernels
+    options: tuple[dict, ...] = ({},)  # one of them is drawn, with a learning rate
+    weight: int = 1  # how often random programs have it
+    # A choice of what random programs may do with it.
+    has_tensor_lr: bool = False  # with the reference's bits
+    has_attributes: bool = False  # of its own, of which PyTorch copies and pickles none
+    has_closure: bool = True  # calls the one that step() is given
+    reads_strides: bool = True  # of gradients; PyTorch's fused kernels go through memory
+
+
+def fused(cls):
+    """Where fused=True is the reference."""
+    return lambda groups, **options: cls(groups, fused=True, **options)
+
+
+def adam_options():
+    return tuple(
+        {"weight_decay": decay, "betas": betas, "amsgrad": amsgrad, "maximize": maximize}
+        for decay in (0.1, 0.0)
+        for betas in ((0.9, 0.999), (0.3, 0.9), (0.0, 0.5))
+        for amsgrad in (False, False, True)
+        for maximize in (False,) * 8 + (True,)
+    )
+
+
+def sgd_options():
+    return tuple(
+        {"weight_decay": decay, "maximize": maximize, **momentum}
+        for decay in (0.1, 0.0)
+        for momentum in (
+            {"momentum": 0.9},
+            {"momentum": 0.9, "nesterov": True},
+            {"momentum": 0.9, "dampening": 0.25},
+            {"momentum": 0.0},
+        )
+        for maximize in (False,) * 8 + (True,)
+    )
+
+
+def registered(cls):
+    """By a subclass, so that tests of the class itself find it as it is."""
+    made = type(f"Registered{cls.__name__}", (cls,), {"__module__": __name__})
+    globals()[made.__name__] = made  # where pickle finds it
+    optfuse.register(made)
+    return Kind(made.__name__, made, REGISTERED, has_closure=cls is not own_classes.Stateless)
+
+
+OPTIM = torch.optim
+DECAYS = {"weight_decay": 0.1}
+ADAGRAD = {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}
+FOR_PYTORCH = {"way": NATIVE, "has_tensor_lr": True, "reads_strides": False}
+ALL = (
+    Kind("AdamW", fused(OPTIM.AdamW), options=adam_options(), weight=8, **FOR_PYTORCH),
+    Kind("SGD", fused(OPTIM.SGD), options=sgd_options(), weight=8, **FOR_PYTORCH),
+    Kind("Adam", fused(OPTIM.Adam), options=adam_options(), weight=8, **FOR_PYTORCH),
+    Kind("Adagrad", fused(OPTIM.Adagrad), NATIVE, ({}, ADAGRAD), reads_strides=False),
+    Kind(
+        "RMSprop",
+        OPTIM.RMSprop,
+        NATIVE,
+        ({"momentum": 0.9, "centered": True}, {}, {"weight_decay": 0.1, "maximize": True}),
+    ),
+    Kind("Adadelta", OPTIM.Adadelta, NATIVE, ({}, DECAYS)),
+    Kind("NAdam", OPTIM.NAdam, NATIVE, ({}, {**DECAYS, "decoupled_weight_decay": True})),
+    Kind("RAdam", OPTIM.RAdam, NATIVE, ({}, DECAYS)),
+    Kind("Adamax", OPTIM.Adamax, NATIVE, ({}, {**DECAYS, "maximize": True})),
+    Kind("Rprop", OPTIM.Rprop, NATIVE),
+    Kind("ASGD", OPTIM.ASGD, NATIVE, ({}, {**DECAYS, "t0": 2})),
+    # By operators, and by its own step().
+    Kind("Adafactor", OPTIM.Adafactor, NATIVE, has_tensor_lr=True),
+    Kind("Adafactor of lists", OPTIM.Adafactor, OWN, ({"foreach": True},)),
+    Kind("Lion", optfuse.optim.Lion, NATIVE, ({}, DECAYS)),
+    Kind("Adan", optfuse.optim.Adan, NATIVE, ({}, DECAYS)),
+    # Without kernels: elementwise, with numbers of tensors, with looks, by lists, coupled.
+    *(
+        Kind(name, recorded_classes.KINDS[name], has_attributes=True)
+        for name in ("Elementwise", "Norms", "Looks", "Lists", "Coupled")
+    ),
+    Kind("AdaBelief", style_classes.AdaBelief),
+    Kind("SignOfAverage", style_classes.SignOfAverage),
+    Kind("GroupCounter", own_classes.GroupCounter),
+    Kind("Counter", own_classes.Counter, has_attributes=True),
+    *map(
+        registered,
+        (own_classes.Tensors, own_classes.Numbers, own_classes.NewTensors, own_classes.Stateless),
+    ),
+)
+
+
+def has_no_attributes(kind):
+    return not kind.has_attributes
+
+
+def has_closure(kind):
+    return kind.has_closure
+
+
+KINDS = {kind.name: kind for kind in ALL}
+# With what each deed is tried: a step counter, none, state made late, one by one, and each way.
+EACH = (
+    "AdamW",
+    "SGD",
+    "RMSprop",
+    "Lion",
+    "Elementwise",
+    "Looks",
+    "Coupled",
+    "RegisteredTensors",
+)
+SIXTEEN_BITS = ("Adam", "AdamW")  # see draw.py
