@@ -73,7 +73,7 @@ OF_API void of_shim_plan_free(of_shim_plan *plan);
 OF_API int of_shim_clear(of_shim_plan *plan);
 OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, size_t n_hyper);
 
-/* The ledger of an optimizer of Python (python/reader.h). These functions need the GIL
+/* The ledger of an optimizer of Python (loader/reader.h). These functions need the GIL
  * (ctypes.PyDLL) and give it up while updates run. optimizer: a borrowed PyObject*. Where they
  * fail Python's exception is set. */
 
@@ -149,7 +149,7 @@ OF_API int of_shim_norms_tried(void);
 /* Computes those of the process that nobody has computed: what comes next may read memory past the
  * dispatcher. */
 OF_API void of_shim_keep_promises(void);
-/* autograd/heap.h, of_heap_keep(). */
+/* memory/heap.h, of_heap_keep(). */
 OF_API bool of_shim_keep_memory(void);
 /* The gradients of the i-th layer whose weight is large enough, by what became of them, in uses since
  * the plan was made: promised, of these updated panel by panel and looked at, and computed as a whole.

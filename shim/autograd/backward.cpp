@@ -14,20 +14,20 @@
 #include <utility>
 
 #include "autograd/backward.h"
-#include "compat.h"
-#include "error.h"
-#include "gpu/device.h"
+#include "base/compat.h"
+#include "base/error.h"
+#include "base/device.h"
 #include "guard.h"
-#include "layers/beside.h"
-#include "plan.h"
+#include "gpu/beside.h"
+#include "plan/plan.h"
 #include "python/callback.h"
 #include "python/gil.h"
 #include "recorded/ahead.h"
-#include "slots.h"
-#include "tensor/memory.h"
-#include "tensor/plain_mode.h"
-#include "tensor/references.h"
-#include "tensor/threads.h"
+#include "plan/slots.h"
+#include "memory/memory.h"
+#include "base/plain_mode.h"
+#include "plan/references.h"
+#include "base/threads.h"
 
 namespace optfuse {
 

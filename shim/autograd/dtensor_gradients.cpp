@@ -5,11 +5,11 @@
 #include <algorithm>
 
 #include "autograd/backward.h"
-#include "autograd/consumed.h"
+#include "absent/consumed.h"
 #include "guard.h"
-#include "slots.h"
-#include "tensor/memory.h"
-#include "tensor/references.h"
+#include "plan/slots.h"
+#include "memory/memory.h"
+#include "plan/references.h"
 
 namespace optfuse {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace optfuse {
 

@@ -8,10 +8,10 @@
 #include <typeinfo>
 
 #include "autograd/backward.h"
-#include "compat.h"
-#include "error.h"
+#include "base/compat.h"
+#include "base/error.h"
 #include "guard.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace optfuse {
 namespace {

@@ -13,16 +13,16 @@
 #include <string>
 #include <utility>
 
-#include "arguments.h"
-#include "autograd/consumed.h"
-#include "compat.h"
-#include "error.h"
+#include "plan/arguments.h"
+#include "absent/consumed.h"
+#include "base/compat.h"
+#include "base/error.h"
 #include "guard.h"
 #include "python/gil.h"
-#include "tensor/memory.h"
-#include "tensor/refuse.h"
-#include "tensor/threads.h"
-#include "tensor/written.h"
+#include "memory/memory.h"
+#include "plan/refuse.h"
+#include "base/threads.h"
+#include "memory/written.h"
 
 namespace optfuse {
 namespace {

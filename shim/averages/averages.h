@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "optfuse.h"
-#include "programs.h"
+#include "plan/programs.h"
 
 namespace optfuse {
 

@@ -6,11 +6,11 @@
 #include <cstring>
 
 #include "averages/averages.h"
-#include "tensor/host.h"
-#include "tensor/plain_mode.h"
-#include "tensor/refuse.h"
-#include "tensor/threads.h"
-#include "tensor/trial_numbers.h"
+#include "host/host.h"
+#include "base/plain_mode.h"
+#include "plan/refuse.h"
+#include "base/threads.h"
+#include "base/trial_numbers.h"
 
 namespace optfuse {
 namespace {

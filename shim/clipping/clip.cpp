@@ -22,7 +22,7 @@
 
 #include "clipping/pending.h"
 #include "native/native.h"
-#include "slots.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 namespace {

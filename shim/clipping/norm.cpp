@@ -8,16 +8,16 @@
 #include <cmath>
 #include <limits>
 
-#include "autograd/consumed.h"
+#include "absent/consumed.h"
 #include "clipping/pending.h"
 #include "clipping/spread.h"
-#include "compat.h"
+#include "base/compat.h"
 #include "floating.h"
 #include "guard.h"
-#include "tensor/memory.h"
-#include "tensor/parallel.h"
-#include "tensor/refuse.h"
-#include "tensor/threads.h"
+#include "memory/memory.h"
+#include "base/parallel.h"
+#include "plan/refuse.h"
+#include "base/threads.h"
 
 namespace optfuse {
 namespace {

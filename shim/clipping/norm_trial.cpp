@@ -9,10 +9,10 @@
 
 #include "clipping/pending.h"
 #include "guard.h"
-#include "tensor/parallel.h"
-#include "tensor/plain_mode.h"
-#include "tensor/threads.h"
-#include "tensor/trial_numbers.h"
+#include "base/parallel.h"
+#include "base/plain_mode.h"
+#include "base/threads.h"
+#include "base/trial_numbers.h"
 
 namespace optfuse {
 namespace {

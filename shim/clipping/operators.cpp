@@ -7,10 +7,10 @@
 #include <tuple>
 #include <utility>
 
-#include "arguments.h"
+#include "plan/arguments.h"
 #include "clipping/pending.h"
 #include "python/gil.h"
-#include "slots.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 namespace {

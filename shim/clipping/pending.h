@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "norm.h"
-#include "plan.h"
-#include "tensor/gradient.h"
+#include "plan/plan.h"
+#include "memory/gradient.h"
 
 namespace optfuse {
 

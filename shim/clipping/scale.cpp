@@ -9,23 +9,23 @@
 #include <map>
 #include <optional>
 
-#include "autograd/consumed.h"
+#include "absent/consumed.h"
 #include "clipping/pending.h"
-#include "compat.h"
-#include "error.h"
+#include "base/compat.h"
+#include "base/error.h"
 #include "floating.h"
 #include "gpu/place.h"
 #include "guard.h"
-#include "plan.h"
+#include "plan/plan.h"
 #include "scale.h"
-#include "tensor/await.h"
-#include "tensor/first_use.h"
-#include "tensor/host.h"
-#include "tensor/memory.h"
-#include "tensor/references.h"
-#include "tensor/refuse.h"
-#include "tensor/threads.h"
-#include "tensor/written.h"
+#include "absent/awaited.h"
+#include "host/first_use.h"
+#include "host/host.h"
+#include "memory/memory.h"
+#include "plan/references.h"
+#include "plan/refuse.h"
+#include "base/threads.h"
+#include "memory/written.h"
 
 namespace optfuse {
 

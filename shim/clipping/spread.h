@@ -8,7 +8,7 @@
 
 #include "floating.h"
 #include "optfuse.h"
-#include "tensor/parallel.h"
+#include "base/parallel.h"
 
 namespace optfuse {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <typeinfo>
 
-#include "error.h"
+#include "base/error.h"
 #include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/rmsprop.h"

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "cxx/optimizer.h"
-#include "slots.h"
-#include "tensor/memory.h"
-#include "tensor/plain_mode.h"
+#include "plan/slots.h"
+#include "memory/memory.h"
+#include "base/plain_mode.h"
 
 namespace optfuse {
 namespace {

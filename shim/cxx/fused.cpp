@@ -8,9 +8,9 @@
 #include "clipping/pending.h"
 #include "cxx/optimizer.h"
 #include "cxx/spelling.h"
-#include "error.h"
+#include "base/error.h"
 #include "python/gil.h"
-#include "start.h"
+#include "doors/start.h"
 
 using optfuse::FusedOptimizer;
 

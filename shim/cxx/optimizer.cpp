@@ -10,15 +10,15 @@
 #include <utility>
 
 #include "autograd/backward.h"
-#include "compat.h"
-#include "error.h"
-#include "gpu/device.h"
-#include "gpu/reference.h"
-#include "gpu/trial.h"
+#include "base/compat.h"
+#include "base/error.h"
+#include "base/device.h"
+#include "doors/gpu_reference.h"
+#include "doors/gpu_trial.h"
 #include "guard.h"
-#include "slots.h"
-#include "tensor/host.h"
-#include "tensor/refuse.h"
+#include "plan/slots.h"
+#include "host/host.h"
+#include "plan/refuse.h"
 
 namespace optfuse {
 namespace {

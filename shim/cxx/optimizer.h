@@ -11,9 +11,9 @@
 #include "cxx/classes.h"
 #include "cxx/fused.h"
 #include "ledger/ledger.h"
-#include "owner.h"
-#include "plan.h"
-#include "slots.h"
+#include "plan/owner.h"
+#include "plan/plan.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 

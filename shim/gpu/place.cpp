@@ -3,13 +3,13 @@
 // stream and a step counter that may be on the device.
 #include <c10/core/DeviceGuard.h>
 
-#include "compat.h"
-#include "gpu/device.h"
+#include "base/compat.h"
+#include "base/device.h"
 #include "gpu/place.h"
-#include "plan.h"
-#include "tensor/memory.h"
-#include "tensor/references.h"
-#include "tensor/refuse.h"
+#include "plan/plan.h"
+#include "memory/memory.h"
+#include "plan/references.h"
+#include "plan/refuse.h"
 
 namespace optfuse {
 

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "gpu/device.h"
+#include "base/device.h"
 #include "optfuse.h"
 
 namespace optfuse {
@@ -16,7 +16,7 @@ struct Slot;
 // Those of a rule, into the device, which may have to wait for it. hyper: as of of_cuda_update.
 bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
                   of_dtype dtype, const double *hyper);
-// mixed: as is_mixed() of tensor/refuse.h says.
+// mixed: as is_mixed() of plan/refuse.h says.
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool mixed);
 // Whether the kernels that multiply gradients of this dtype are loaded now.
 bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype);

@@ -4,7 +4,7 @@
 #include <array>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 #include "gpu/place.h"
 
 namespace optfuse {

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "gpu/device.h"
+#include "base/device.h"
 
 namespace optfuse {
 

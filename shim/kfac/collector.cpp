@@ -12,8 +12,8 @@
 
 #include <utility>
 
-#include "clock.h"
-#include "error.h"
+#include "base/clock.h"
+#include "base/error.h"
 #include "kfac/gram.h"
 #include "kfac/packed.h"
 

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include "error.h"
+#include "base/error.h"
 #include "kfac/collector.h"
 #include "kfac/packed.h"
 #include "planners/kfac/plan.h"

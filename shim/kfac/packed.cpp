@@ -9,8 +9,8 @@
 #include <atomic>
 #include <string>
 
-#include "error.h"
-#include "gpu/device.h"
+#include "base/error.h"
+#include "base/device.h"
 #include "guard.h"
 
 namespace optfuse {

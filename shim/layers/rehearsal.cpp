@@ -12,8 +12,8 @@
 #include <algorithm>
 #include <array>
 
-#include "clock.h"
-#include "tensor/plain_mode.h"
+#include "base/clock.h"
+#include "base/plain_mode.h"
 
 namespace optfuse {
 namespace {

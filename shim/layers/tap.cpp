@@ -23,9 +23,9 @@
 #include <shared_mutex>
 #include <unordered_map>
 
-#include "clock.h"
-#include "error.h"
-#include "gpu/device.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/device.h"
 #include "layers/layer.h"
 #include "layers/rehearsal.h"
 #include "layers/tasks.h"

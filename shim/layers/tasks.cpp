@@ -17,10 +17,10 @@
 #include <algorithm>
 #include <atomic>
 
-#include "compat.h"
-#include "error.h"
+#include "base/compat.h"
+#include "base/error.h"
 #include "guard.h"
-#include "layers/beside.h"
+#include "gpu/beside.h"
 
 namespace optfuse {
 namespace {

@@ -5,12 +5,12 @@
 #include <map>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 #include "guard.h"
 #include "ledger/ledger.h"
 #include "python/callback.h"
 #include "shim.h"
-#include "slots.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 

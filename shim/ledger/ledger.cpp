@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "autograd/backward.h"
-#include "error.h"
-#include "gpu/device.h"
+#include "base/error.h"
+#include "base/device.h"
 #include "guard.h"
 #include "python/callback.h"
 #include "shim.h"
-#include "slots.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ledger/reader.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace optfuse {
 

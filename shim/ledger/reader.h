@@ -15,7 +15,7 @@ struct Look {
     bool state;
 };
 
-// An optimizer of Python (python/reader.h) or of a C++ program (cxx/optimizer.h). The functions
+// An optimizer of Python (loader/reader.h) or of a C++ program (cxx/optimizer.h). The functions
 // throw; the ledger calls them without Python's GIL, and under none of the core's locks.
 struct OptimizerReader {
     virtual Look look() = 0;

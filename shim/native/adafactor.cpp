@@ -11,7 +11,7 @@
 
 #include "native/native.h"
 #include "guard.h"
-#include "tensor/memory.h"
+#include "memory/memory.h"
 
 namespace optfuse {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "compat.h"
+#include "base/compat.h"
 #include "native/native.h"
 #include "guard.h"
 

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "tensor/memory.h"
-#include "tensor/plain_mode.h"
+#include "memory/memory.h"
+#include "base/plain_mode.h"
 
 namespace optfuse {
 namespace {

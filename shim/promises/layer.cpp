@@ -8,14 +8,14 @@
 
 #include <utility>
 
-#include "autograd/consumed.h"
-#include "compat.h"
+#include "absent/consumed.h"
+#include "base/compat.h"
 #include "promises/embedding.h"
 #include "promises/linear.h"
 #include "promises/promise.h"
 #include "promises/trials.h"
-#include "tensor/plain_mode.h"
-#include "tensor/refuse.h"
+#include "base/plain_mode.h"
+#include "plan/refuse.h"
 
 namespace optfuse {
 namespace {

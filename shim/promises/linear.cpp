@@ -13,10 +13,10 @@
 #include <exception>
 
 #include "guard.h"
-#include "matrix/mkl.h"
-#include "tensor/memory.h"
-#include "tensor/parallel.h"
-#include "tensor/plain_mode.h"
+#include "base/mkl.h"
+#include "memory/memory.h"
+#include "base/parallel.h"
+#include "base/plain_mode.h"
 
 namespace optfuse {
 namespace {
@@ -107,7 +107,7 @@ void copy_strided(char *to, const char *from, int64_t n, int64_t stride, size_t 
 }
 
 // The rows of a matrix one after the other. An operator would set this thread's number of threads
-// (tensor/threads.h). PyTorch raises where the numbers are absent or late (memory.h).
+// (base/threads.h). PyTorch raises where the numbers are absent or late (memory.h).
 void copy_rows(const at::Tensor &t, char *to) {
     constexpr int64_t kWorthAThread = 1 << 15;
     const auto bytes = static_cast<int64_t>(t.element_size());

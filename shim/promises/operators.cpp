@@ -17,12 +17,12 @@
 #include <cstring>
 #include <utility>
 
-#include "compat.h"
+#include "base/compat.h"
 #include "layers/layer.h"
 #include "promises/layer.h"
 #include "promises/promise.h"
-#include "tensor/memory.h"
-#include "tensor/threads.h"
+#include "memory/memory.h"
+#include "base/threads.h"
 
 namespace optfuse {
 namespace {

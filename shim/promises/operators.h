@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // operators.h: operators for which a promise is no look, or which make one. The fallback for
-// pending tensors (tensor/first_use.cpp) asks here with the operator's name and stack.
+// pending tensors (host/first_use.cpp) asks here with the operator's name and stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 #include "floating.h"
 #include "optfuse.h"
 
@@ -89,7 +89,7 @@ class Floating {
     const unsigned outside = of_floating_now();
 };
 
-// As PyTorch's operators, which would set this thread's number of threads (tensor/threads.h).
+// As PyTorch's operators, which would set this thread's number of threads (base/threads.h).
 template <typename From, typename To> void cast_from(const From *from, To *to, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         to[i] = c10::convert<To>(from[i]);

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "tensor/parallel.h"
+#include "base/parallel.h"
 
 namespace optfuse {
 

@@ -9,14 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "compat.h"
-#include "error.h"
+#include "base/compat.h"
+#include "base/error.h"
 #include "fence.h"
 #include "guard.h"
 #include "promises/layer.h"
 #include "promises/product.h"
 #include "promises/trials.h"
-#include "tensor/memory.h"
+#include "memory/memory.h"
 
 namespace optfuse {
 namespace {

@@ -17,15 +17,15 @@
 #include <map>
 #include <mutex>
 
-#include "clock.h"
+#include "base/clock.h"
 #include "floating.h"
 #include "guard.h"
-#include "matrix/mkl.h"
+#include "base/mkl.h"
 #include "promises/linear.h"
-#include "tensor/memory.h"
-#include "tensor/parallel.h"
-#include "tensor/plain_mode.h"
-#include "tensor/trial_numbers.h"
+#include "memory/memory.h"
+#include "base/parallel.h"
+#include "base/plain_mode.h"
+#include "base/trial_numbers.h"
 
 namespace optfuse {
 namespace {

@@ -7,9 +7,9 @@
 
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 #include "guard.h"
-#include "plan.h"
+#include "plan/plan.h"
 #include "python/callback.h"
 #include "python/interpreter.h"
 

@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 #include "shim.h"
 
 namespace optfuse {

@@ -9,16 +9,16 @@
 #include <cstring>
 #include <utility>
 
-#include "autograd/consumed.h"
-#include "error.h"
-#include "plan.h"
+#include "absent/consumed.h"
+#include "base/error.h"
+#include "plan/plan.h"
 #include "promises/promise.h"
 #include "python/gil.h"
 #include "recorded/owners.h"
 #include "recorded/schedule.h"
-#include "slots.h"
-#include "tensor/references.h"
-#include "tensor/plain_mode.h"
+#include "plan/slots.h"
+#include "plan/references.h"
+#include "base/plain_mode.h"
 
 namespace optfuse::recorded {
 namespace {

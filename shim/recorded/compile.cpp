@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "cuda/table.h"
-#include "error.h"
+#include "base/error.h"
 #include "guard.h"
 #include "recorded/programs.h"
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "python/interpreter.h"
-#include "tensor/parallel.h"
+#include "base/parallel.h"
 
 namespace optfuse::recorded {
 namespace {

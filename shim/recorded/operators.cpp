@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "arguments.h"
-#include "plan.h"
+#include "plan/arguments.h"
+#include "plan/plan.h"
 #include "python/gil.h"
 #include "recorded/ahead.h"
-#include "slots.h"
+#include "plan/slots.h"
 
 namespace optfuse::recorded {
 namespace {

@@ -11,9 +11,9 @@
 #include <string>
 #include <tuple>
 
-#include "error.h"
+#include "base/error.h"
 #include "gpu/programs.h"
-#include "plan.h"
+#include "plan/plan.h"
 #include "shim.h"
 
 namespace optfuse::recorded {

@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "autograd/recompute.h"
+#include "absent/recompute.h"
 #include "guard.h"
 #include "python/gil.h"
 #include "recorded/forms.h"
-#include "tensor/first_use.h"
-#include "tensor/plain_mode.h"
+#include "host/first_use.h"
+#include "base/plain_mode.h"
 
 namespace optfuse::recorded {
 namespace {

@@ -10,13 +10,13 @@
 #include <unordered_set>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 #include "gpu/programs.h"
 #include "guard.h"
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
-#include "tensor/references.h"
+#include "plan/references.h"
 #include "programs.h"
 
 namespace optfuse::recorded {

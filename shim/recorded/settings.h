@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "floating.h"
-#include "gpu/device.h"
+#include "base/device.h"
 
 namespace optfuse::recorded {
 

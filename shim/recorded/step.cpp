@@ -12,14 +12,14 @@
 #include <string>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 #include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/ahead.h"
 #include "recorded/instead.h"
 #include "recorded/tape.h"
 #include "shim.h"
-#include "tensor/first_use.h"
+#include "host/first_use.h"
 
 namespace optfuse::recorded {
 namespace {

@@ -11,11 +11,11 @@
 #include <atomic>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 #include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/schedule.h"
-#include "tensor/plain_mode.h"
+#include "base/plain_mode.h"
 
 namespace optfuse::recorded {
 

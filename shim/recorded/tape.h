@@ -16,10 +16,10 @@
 #include <string>
 #include <vector>
 
-#include "compat.h"
+#include "base/compat.h"
 #include "recorded/known.h"
 #include "recorded/settings.h"
-#include "tensor/memory.h"
+#include "memory/memory.h"
 
 namespace optfuse::recorded {
 

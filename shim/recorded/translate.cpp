@@ -8,8 +8,8 @@
 #include <string_view>
 #include <utility>
 
-#include "tensor/parallel.h"
-#include "tensor/threads.h"
+#include "base/parallel.h"
+#include "base/threads.h"
 
 namespace optfuse::recorded {
 namespace {

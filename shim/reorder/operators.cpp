@@ -3,7 +3,7 @@
 // of an of_reordering, of which reorder() gives the caller a reference.
 #include <torch/library.h>
 
-#include "error.h"
+#include "base/error.h"
 #include "layers/layer.h"
 #include "layers/tasks.h"
 #include "planners/reorder/reordering.h"

@@ -131,7 +131,7 @@ def tensor_read(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """ATen/core/Tensor.h, precompiled: reading it takes seconds."""
     header = tmp_path_factory.mktemp("read") / "tensor.h"
     header.write_text("#include <ATen/core/Tensor.h>\n")
-    flags = [*flags_of_the_shim(ROOT / "shim" / "tensor" / "refuse.h"), *WARNINGS, *INCLUDES]
+    flags = [*flags_of_the_shim(ROOT / "shim" / "plan" / "refuse.h"), *WARNINGS, *INCLUDES]
     flags[0] = "-xc++-header"
     subprocess.run([*CXX, *flags, str(header), "-o", f"{header}.gch"], check=True)
     return ["-include", str(header)]

@@ -152,5 +152,5 @@ def test_the_shim_registers_one_fallback_two_operators_and_ways_of_its_own_past_
         "shim/averages/averages.cpp": ["m.impl("],
         "shim/clipping/operators.cpp": ["m.impl("] * 2,
         "shim/layers/tap.cpp": ['->impl("linear"', '->impl("conv2d"'],
-        "shim/tensor/first_use.cpp": ["registerFallback("],
+        "shim/host/first_use.cpp": ["registerFallback("],
     }

@@ -30,7 +30,7 @@ def test_what_is_said_to_be_supported_is_what_is_tested() -> None:
 
 
 def test_the_shim_takes_the_oldest_release_and_later_ones() -> None:
-    oldest = re.search(r"#if !OF_TORCH_AT_LEAST\((\d+)\)", read("shim/compat.h"))
+    oldest = re.search(r"#if !OF_TORCH_AT_LEAST\((\d+)\)", read("shim/base/compat.h"))
     assert oldest is not None and f"2.{oldest.group(1)}" == TESTED[0]
     assert f"version_compare('<{TESTED[0]}')" in read("shim/meson.build")
 

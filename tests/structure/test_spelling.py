@@ -12,9 +12,9 @@ LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 PYTHON = re.compile(r"optfuse\.\w|\w=(?:\"|True|False|None)|`|torch\.(?!optim)\w|state\[|unfuse")
 #: Phrases about Python's optimizers only: their operators, counters, own steps and CUDA rules.
 OF_PYTHON = ("state['", "capturable", "optfuse.register", "set_default_dtype")
-FILES = [*(ROOT / "plugin").glob("*.c"), *(ROOT / "shim").glob("*.cpp")]
-FILES += [p for name in ("autograd", "gpu", "tensor") for p in (ROOT / "shim" / name).glob("*.cpp")]
-FILES.remove(ROOT / "shim" / "operators.cpp")
+FOLDERS = ("base", "memory", "plan", "absent", "gpu", "host", "autograd", "doors")
+FILES = list((ROOT / "plugin").glob("*.c"))
+FILES += [path for name in FOLDERS for path in (ROOT / "shim" / name).glob("*.cpp")]
 
 
 def texts(code: str) -> list[str]:

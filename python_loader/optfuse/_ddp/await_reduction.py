@@ -3,7 +3,7 @@
 
 DDP waits for the reductions of all buckets at the end of a backward pass. Our communication
 hook tells it that a reduction is done as soon as the reduction has begun, and tells the library
-which gradients are on their way (shim/tensor/await.h). Who looks at such a gradient, or uses a
+which gradients are on their way (shim/absent/awaited.h). Who looks at such a gradient, or uses a
 parameter with an update that reads it, waits for its bucket."""
 
 from __future__ import annotations

@@ -448,7 +448,7 @@ PRIVATE = (
     ),
     Private(
         "ToCopyBackward0",
-        "layers/beside.cpp",
+        "gpu/beside.cpp",
         "such a copy's node runs where dW does: on the side stream, if dW has one",
         "tests/device/test_side_stream.py, where the plan must say that dW is there",
     ),
@@ -487,14 +487,14 @@ PRIVATE = (
         "tests/python/reorder/test_reorder.py, which reads the order from a trace",
     ),
     *(
-        Private(name, "tensor/square_roots.cpp", why, "its first use; it compares or does without")
+        Private(name, "host/square_roots.cpp", why, "its first use; it compares or does without")
         for name, why in (
             ("VMSSQRT_64_", "square roots of float32 with the bits of torch.sqrt()"),
             ("VMDSQRT_64_", "square roots of float64 with the bits of torch.sqrt()"),
         )
     ),
     *(
-        Private(name, "matrix/mkl.cpp", why, "its first use; the library does without")
+        Private(name, "base/mkl.cpp", why, "its first use; the library does without")
         for name, why in (
             ("MKL_Set_Num_Threads_Local", "keeps MKL from opening parallel regions in ours"),
             ("MKL_Get_Max_Threads", "products round by the number of its threads"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Before the first update on a GPU: do its kernels give the bits of fused=True there? The library
-takes the trial (shim/gpu/trial.h), as for programs in C++."""
+takes the trial (shim/doors/gpu_trial.h), as for programs in C++."""
 
 from __future__ import annotations
 

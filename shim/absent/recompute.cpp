@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// recompute.cpp: see recompute.h. The parameters that are updated already, and their state, get the
+// mark of pending updates, so that whoever uses one comes to first_use.cpp, which refuses it.
+// Nobody takes a mark off while such a pass is made; it goes with the next use of the tensor behind
+// all of them.
+#include "absent/recompute.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "base/compat.h"
+#include "plan/plan.h"
+#include "shim.h"
+#include "memory/memory.h"
+#include "plan/references.h"
+
+namespace optfuse {
+namespace {
+
+struct Early {
+    at::Tensor tensor;
+    const Plan *plan; // its optimizer is kept by who makes the pass
+    size_t slot;
+    bool is_state;
+};
+
+std::atomic<int> passes_now{0}; // of all threads
+
+// For each of the passes that this thread makes, one inside of the other.
+std::vector<std::vector<Early>> &early_here() {
+    thread_local std::vector<std::vector<Early>> all;
+    return all;
+}
+
+// A local tensor's DTensor, too: inside of its dispatch nobody looks at the local tensor's mark.
+void add_written_by(const Slot *slot, std::vector<Early> *early) {
+    const auto add = [&](const at::Tensor &tensor, bool is_state) {
+        if (tensor.defined() && tensor.has_storage())
+            early->push_back({tensor, slot->plan, slot->index, is_state});
+    };
+    const auto add_state = [&](const at::Tensor &tensor) { add(tensor, true); };
+    add(reference_to(slot->param), false);
+    std::for_each(std::begin(slot->state), std::end(slot->state), add_state);
+    std::for_each(std::begin(slot->counters), std::end(slot->counters), add_state);
+    std::for_each(slot->own.begin(), slot->own.end(), add_state);
+    add_state(slot->step);
+    for (size_t i = 0; i < slot->wrappers.size(); i++)
+        add(reference_to(slot->wrappers[i]), i > 0);
+}
+
+void add_early(const Plan &plan, std::vector<Early> *early) {
+    if (plan.mode != OF_BACKWARD || of_plan_unconfirmed(plan.core) == 0)
+        return;
+    for (const Slot *slot : plan.slots)
+        if (of_plan_is_updated(plan.core, slot->index))
+            add_written_by(slot, early);
+}
+
+std::string label_of(const Early &early) {
+    const std::vector<Slot *> &slots = early.plan->slots;
+    const std::string label = early.slot < slots.size() ? slots[early.slot]->label : "a parameter";
+    return early.is_state ? "the state of " + label : label;
+}
+
+} // namespace
+
+std::string updated_too_early(const c10::TensorImpl *impl) {
+    for (const std::vector<Early> &pass : early_here())
+        for (const Early &early : pass)
+            if (storage_of(early.tensor.unsafeGetTensorImpl()) == storage_of(impl))
+                return label_of(early);
+    return {};
+}
+
+bool is_recomputing_here() { return !early_here().empty(); }
+
+bool any_recomputes() { return passes_now.load(std::memory_order_relaxed) != 0; }
+
+} // namespace optfuse
+
+extern "C" {
+
+int of_shim_begin_recompute(of_shim_plan *const *plans, size_t n) {
+    try {
+        std::vector<optfuse::Early> early;
+        for (size_t i = 0; i < n; i++)
+            optfuse::add_early(*optfuse::plan_of(plans[i]), &early);
+        optfuse::early_here().push_back(std::move(early));
+    } catch (const std::exception &e) {
+        of_set_error("%s", e.what());
+        return OF_REFUSED;
+    }
+    optfuse::passes_now++;
+    for (const optfuse::Early &one : optfuse::early_here().back())
+        optfuse::mark(one.tensor.unsafeGetTensorImpl());
+    return OF_OK;
+}
+
+void of_shim_end_recompute(void) {
+    if (optfuse::early_here().empty())
+        return;
+    optfuse::early_here().pop_back();
+    optfuse::passes_now--;
+}
+
+} // extern "C"

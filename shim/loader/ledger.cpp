@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// ledger.cpp: the ledger of an optimizer of Python: where Python calls (shim.h), and where its plan
+// does.
+#include <ATen/record_function.h>
+
+#include "base/error.h"
+#include "loader/reader.h"
+#include "shim.h"
+
+namespace optfuse {
+
+PythonOwner::PythonOwner(Plan &its, of_object *optimizer, of_object *loader, of_object *losses)
+    : ledger(its), plan(its), optimizer_ref(optimizer), ledger_ref(loader), scaled(losses) {
+    of_interpreter.keep(optimizer_ref);
+    of_interpreter.keep(ledger_ref);
+}
+
+void PythonOwner::close() {
+    const int state = of_interpreter.take_gil();
+    for (of_object *const ref : {optimizer_ref, ledger_ref})
+        of_interpreter.drop(ref);
+    optimizer_ref = ledger_ref = nullptr;
+    of_interpreter.give_gil(state);
+}
+
+bool PythonOwner::begin_backward(Plan *, bool only_adds) {
+    return in_python([&] {
+        PythonReader now(*this);
+        if (!now.is_alive())
+            return;
+        now.check_pass(only_adds);
+        if (only_adds)
+            return;
+        now.look_first();
+        const PythonReader::Gil given_up(now, false);
+        ledger.begin_pass(now);
+    });
+}
+
+bool PythonOwner::make_state(Plan *, size_t slot) {
+    return in_python([&] {
+        PythonReader now(*this);
+        if (!now.is_alive())
+            return;
+        if (now.leaves_state())
+            return; // the core finds that nothing is missing
+        const PythonReader::Gil given_up(now, false);
+        ledger.make_state(now, slot);
+    });
+}
+
+bool PythonOwner::await_reduction(Plan *) {
+    return ask_python(&plan, OF_SHIM_REDUCED, 0) != 0;
+}
+
+namespace {
+
+PythonOwner &owner_of(of_shim_plan *handle) {
+    return *static_cast<PythonOwner *>(plan_of(handle)->python.get());
+}
+
+// Raises in Python what work(reader) throws.
+template <typename Work> int raising(of_shim_plan *handle, void *optimizer, const Work &work) {
+    const std::shared_ptr<Plan> alive = plan_of(handle)->self;
+    try {
+        PythonReader now(owner_of(handle), static_cast<of_object *>(optimizer));
+        const int status = work(now);
+        now.raise_held();
+        return status;
+    } catch (const RaisedInPython &) {
+    } catch (const PythonError &e) {
+        of_interpreter.raise(e.raises, e.what());
+    } catch (const c10::Error &e) {
+        of_interpreter.raise(PythonError::type, e.what_without_backtrace());
+    } catch (const std::exception &e) {
+        of_interpreter.raise(PythonError::type, e.what());
+    }
+    return OF_REFUSED;
+}
+
+} // namespace
+} // namespace optfuse
+
+using optfuse::owner_of;
+using optfuse::PythonReader;
+
+extern "C" {
+
+void of_shim_ledger_open(of_shim_plan *handle, void *optimizer, void *ledger, void *scaled) {
+    optfuse::Plan *plan = optfuse::plan_of(handle);
+    const auto object = [](void *it) { return static_cast<of_object *>(it); };
+    const auto made = std::make_shared<optfuse::PythonOwner>(*plan, object(optimizer),
+                                                             object(ledger), object(scaled));
+    plan->owner = made.get();
+    plan->python = made;
+}
+
+int of_shim_ledger_rebuild(of_shim_plan *handle, void *optimizer) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const PythonReader::Gil given_up(now, false);
+        owner_of(handle).ledger.rebuild(now);
+        return OF_OK;
+    });
+}
+
+int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watched) {
+    // Called by the step() of another optimizer, which is recorded: our updates are no operators.
+    if (of_shim_play_recorded(true, false) != OF_OK) {
+        of_interpreter.raise(optfuse::PythonError::type, of_error_message());
+        return OF_REFUSED;
+    }
+    if (unless_watched && at::hasCallbacks())
+        return OF_SHIM_LEFT;
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        now.look_first();
+        const PythonReader::Gil given_up(now, false);
+        owner_of(handle).ledger.step(now);
+        return OF_OK;
+    });
+}
+
+int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_drop) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        now.look_at_params_first();
+        const PythonReader::Gil given_up(now, false);
+        const bool dropped =
+            owner_of(handle).ledger.zero_grad(now, may_drop && !at::hasCallbacks());
+        return dropped ? static_cast<int>(OF_OK) : OF_SHIM_LEFT;
+    });
+}
+
+int of_shim_ledger_tell_options(of_shim_plan *handle, void *optimizer) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const PythonReader::Gil given_up(now, false);
+        owner_of(handle).ledger.tell_options(now);
+        return OF_OK;
+    });
+}
+
+bool of_shim_ledger_same_state(of_shim_plan *handle, void *optimizer, bool looks) {
+    bool same = false;
+    optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const optfuse::Remembered &known = owner_of(handle).known;
+        same = looks ? now.is_same_state() : known.knows_state && known.entries.all().size() > 1;
+        return OF_OK;
+    });
+    return same;
+}
+
+void of_shim_ledger_know_state(of_shim_plan *handle, void *optimizer, bool told) {
+    optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        optfuse::Remembered &known = owner_of(handle).known;
+        known.must_tell_state();
+        known.knows_state = told && now.remember_state();
+        return OF_OK;
+    });
+}
+
+void of_shim_ledger_note_entry(of_shim_plan *handle, size_t slot, bool is_new) {
+    optfuse::PythonOwner &owner = owner_of(handle);
+    owner.known.has_made = true;
+    if (is_new)
+        owner.ledger.note_entry(slot);
+}
+
+} // extern "C"

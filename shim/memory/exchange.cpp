@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "memory/exchange.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "base/error.h"
+#include "guard.h"
+#include "memory/memory.h"
+
+namespace optfuse {
+namespace {
+
+// All of its memory, which nobody else knows.
+bool has_own_memory(const at::Tensor &t) {
+    c10::StorageImpl *memory = storage_of(t.unsafeGetTensorImpl());
+    return t.is_cpu() && t.storage_offset() == 0 && memory->nbytes() == t.nbytes() &&
+           !is_promise(memory) && (is_private(memory, 0) || !OF_GUARD(exchange));
+}
+
+void exchange_memory(const at::Tensor &a, const at::Tensor &b) {
+    c10::StorageImpl *from = storage_of(b.unsafeGetTensorImpl());
+    from->set_data_ptr_noswap(storage_of(a.unsafeGetTensorImpl())
+                                  ->set_data_ptr(std::move(from->_mutable_data_ptr_no_checks())));
+    a.unsafeGetTensorImpl()->bump_version();
+    b.unsafeGetTensorImpl()->bump_version();
+}
+
+void exchange_values(const at::Tensor &a, const at::Tensor &b) {
+    const at::Tensor kept = a.clone();
+    a.copy_(b);
+    b.copy_(kept);
+}
+
+} // namespace
+
+void exchange(const std::vector<at::Tensor> &a, const std::vector<at::Tensor> &b,
+              const std::vector<int64_t> &in_place) {
+    const at::NoGradGuard values_only;
+    for (size_t i = 0; i < a.size(); i++) {
+        if (a[i].sizes() != b[i].sizes() || a[i].dtype() != b[i].dtype())
+            fail("optfuse: tensors that change places differ in size or dtype");
+        if (in_place[i] == 0 && a[i].strides() == b[i].strides() && has_own_memory(a[i]) &&
+            has_own_memory(b[i]))
+            exchange_memory(a[i], b[i]);
+        else
+            exchange_values(a[i], b[i]);
+    }
+}
+
+} // namespace optfuse

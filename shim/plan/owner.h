@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// owner.h: who owns an optimizer, Python (loader/reader.h) or a C++ program (cxx/), and what
+// its plan asks of it.
+#pragma once
+
+#include <cstddef>
+
+namespace optfuse {
+
+struct Plan;
+
+// None of them throws. Those that return a bool return false after of_set_error().
+struct Owner {
+    // The first gradient of a backward pass is complete. only_adds: the count of passes says that
+    // this one updates nothing.
+    virtual bool begin_backward(Plan *plan, bool only_adds) = 0;
+    // Optimizer state of this slot must be made now.
+    virtual bool make_state(Plan *plan, size_t slot) = 0;
+    // A pass is about to end: waits for the gradients that are still being reduced between
+    // processes, and says so of each slot. Only where Plan::reduces.
+    virtual bool await_reduction(Plan *plan) = 0;
+    // A pass has ended, and all of its updates are made.
+    virtual void end_backward(Plan *plan) = 0;
+    // The plan is given up, and asks no more.
+    virtual void close() {}
+
+  protected:
+    ~Owner() = default;
+};
+
+} // namespace optfuse
