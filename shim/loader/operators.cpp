@@ -223,7 +223,7 @@ void unseal_all(const std::vector<at::Tensor> &tensors) {
 // Nothing: the first-use fallback has launched the update by now, and in
 // access() refused a consumed gradient.
 void access(const at::Tensor &) {}
-void launch(const at::Tensor &) {}
+void launch_pending(const at::Tensor &) {}
 
 // For the loader's check that errors arrive as optfuse.Error.
 void raise_error(const std::string &message) {
@@ -272,7 +272,7 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
     m.def("exchange(Tensor(a!)[] a, Tensor(b!)[] b, int[] in_place) -> ()", optfuse::exchange);
     m.def("access(Tensor tensor) -> ()", optfuse::access);
-    m.def("launch(Tensor tensor) -> ()", optfuse::launch);
+    m.def("launch(Tensor tensor) -> ()", optfuse::launch_pending);
     m.def("would_set_threads() -> bool", optfuse::would_set_threads);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);
 }

@@ -82,7 +82,7 @@ bool is_usual(const NativeInputs &in, double step, double weight) {
            root_of_size(in.grad) * h[adafactor_d] != 0;
 }
 
-void average(const at::Tensor &state, const at::Tensor &squares, double weight) {
+void update_average(const at::Tensor &state, const at::Tensor &squares, double weight) {
     state.lerp_(squares, weight);
     state.unsafeGetTensorImpl()->bump_version();
 }
@@ -95,12 +95,12 @@ at::Tensor mean_square(const at::Tensor &grad, int64_t dim) {
 
 at::Tensor variance(const NativeInputs &in, const at::Tensor &grad, double weight, double eps) {
     if (!is_factored(in)) {
-        average(in.state[1], at::mul(grad, grad), weight);
+        update_average(in.state[1], at::mul(grad, grad), weight);
         return in.state[1].clone();
     }
     const at::Tensor &row = in.state[1], &column = in.state[2];
-    average(row, mean_square(grad, -1), weight);
-    average(column, mean_square(grad, -2), weight);
+    update_average(row, mean_square(grad, -1), weight);
+    update_average(column, mean_square(grad, -2), weight);
     return at::matmul(row, column).div_(row.mean(at::IntArrayRef{-2}, true).clamp_(eps));
 }
 
