@@ -52,20 +52,23 @@ def text(x: float, y: float, words: str, fill: str = GREY, rest: str = "") -> st
     return f'<text x="{x:.1f}" y="{y:.0f}" fill="{fill}"{rest}>{escape(words)}</text>'
 
 
-def line(x1: float, x2: float, y: float) -> str:
-    return f'<path d="M{x1:.1f} {y:.1f}H{x2:.1f}" stroke="{DARK}" stroke-width="1.5"/>'
+def intervals(panel: Panel, scale: float, y: int) -> list[str]:
+    """One path has those of all bars that have one."""
+    lines = [
+        f"M{LEFT + bar.low * scale:.1f} {y + i * STEP + BAR / 2:.1f}H{LEFT + bar.high * scale:.1f}"
+        for i, bar in enumerate(panel.bars)
+        if bar.low is not None and bar.high is not None
+    ]
+    return [f'<path d="{"".join(lines)}" stroke="{DARK}" stroke-width="1.5"/>'] if lines else []
 
 
 def drawn(bar: Bar, scale: float, y: int) -> list[str]:
-    width, middle = bar.value * scale, y + BAR / 2
+    width = bar.value * scale
     found = [text(LEFT - 8, y + 13, NAMES[bar.kind], DARK, ' text-anchor="end"')]
     faint = ' fill-opacity="0.45"' if "products off" in NAMES[bar.kind] else ""
     place = f'x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}"'
     found.append(f'<rect {place} rx="2" fill="{bar.colour()}"{faint}/>')
-    end = LEFT + width
-    if bar.low is not None and bar.high is not None:
-        found.append(line(LEFT + bar.low * scale, LEFT + bar.high * scale, middle))
-        end = LEFT + bar.high * scale
+    end = LEFT + (width if bar.high is None else bar.high * scale)
     return [*found, text(end + 8, y + 13, bar.words)]
 
 
@@ -76,10 +79,12 @@ def picture(title: str, panels: list[Panel]) -> str:
         alike = [p for p in panels if p.title.split()[-1] == panel.title.split()[-1]]
         widest = max(bar.high or bar.value for p in alike for bar in p.bars)
         lines.append(text(8, y, panel.title, DARK, ' font-weight="600"'))
-        y += 10
+        y, scale = y + 10, (WIDTH - LEFT - RIGHT) / widest
+        marks = intervals(panel, scale, y)
         for bar in panel.bars:
-            lines += drawn(bar, (WIDTH - LEFT - RIGHT) / widest, y)
+            lines += drawn(bar, scale, y)
             y += STEP
+        lines += marks
         y += 22
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 20}" '
