@@ -21,14 +21,6 @@ NOT_OURS = {
     "CUDA error: an illegal memory access was encountered": "test_a_rate_on_one_of_two_devices",
 }
 
-# Reasons to need Python's global lock, as docs/troubleshooting.md calls them, and how each reads.
-NEEDS_GIL = {
-    "Borrowed references": r"\b(list_item|dict_item|dict_next)\(",
-    "What the GIL guards": r"Written (once, )?with the GIL",
-    "Counted references": r"\bgetrefcount\b",
-    "Python's own references to tensors": r"\b(idle|python)_references\(",
-}
-
 
 @cache
 def texts() -> str:
@@ -86,32 +78,3 @@ def test_each_row_names_its_tests(row: list[str]) -> None:
     assert len(outcomes) == 2 and you and all(outcomes), row
     names = re.findall(r"`(\w+)`", named)
     assert names and set(names) <= known_tests(), f"there is no {set(names) - known_tests()}"
-
-
-def places(words: str) -> set[str]:
-    """The files in which this is found, without the table of Python's functions."""
-    found = [
-        path
-        for path in files()
-        if path.relative_to(ROOT).parts[0] in LAYERS and path.suffix in {".c", ".cpp", ".h", ".py"}
-    ]
-    names = {str(path.relative_to(ROOT)) for path in found if re.search(words, path.read_text())}
-    return names - {"shim/python/interpreter.h"}
-
-
-def named_places(page: str) -> dict[str, set[str]]:
-    """By what needs the GIL there."""
-    section = page.split("\n## Free-threaded Python\n")[1]
-    points = re.findall(r"^- \*\*(.*?)\*\*(.*?)(?=^- |\Z)", section, re.MULTILINE | re.DOTALL)
-    return {what: set(re.findall(r"`(\S+/\S+)`", text)) for what, text in points}
-
-
-def test_the_page_names_each_place_that_needs_the_gil() -> None:
-    found = {what: places(words) for what, words in NEEDS_GIL.items()}
-    assert named_places(TROUBLES.read_text("utf-8")) == found and all(found.values())
-
-
-def test_a_place_that_is_left_out_is_found() -> None:
-    page = TROUBLES.read_text("utf-8").replace("`shim/python/objects.cpp`, ", "")
-    what = "Borrowed references"
-    assert places(NEEDS_GIL[what]) - named_places(page)[what] == {"shim/python/objects.cpp"}
