@@ -92,7 +92,7 @@ def main(cases, play):
 
 
 def told(folder, module):
-    """What each rank has written down of each case."""
+    """The notes of each rank, by case."""
     most = max(case.world for case in module.CASES.values())
     ranks = [started(folder / f"output-{r}", module.__file__, folder, r) for r in range(most)]
     for rank, process in enumerate(ranks):

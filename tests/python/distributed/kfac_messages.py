@@ -14,7 +14,7 @@ SCENARIOS = {}
 scenario = functools.partial(scenario_of, SCENARIOS)
 
 
-#: What a rank's forward pass is given in each step: layers in another order, which have factors of
+#: The input of a rank's forward pass in each step: layers in another order, which have factors of
 #: the same shapes; contributions in parts or several times, whose messages have begun by then.
 HOW = {
     "ranks_that_use_layers_in_another_order": (
