@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* adam.h: the update rule of Adam and AdamW (AdamW is Adam with decoupled
  * weight decay). The formulas are those of PyTorch's fused CPU kernel and, at
- * the end, of its fused CUDA kernel; see docs/numerics.md for how each was
- * established. */
+ * the end, of its fused CUDA kernel; see docs/numerics.md. */
 #ifndef OPTFUSE_RULES_ADAM_H
 #define OPTFUSE_RULES_ADAM_H
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* aten.h: PyTorch's CPU operators on one element, for the rules whose reference
  * is a sequence of them. Each result is rounded to the type the tensor has in
- * memory, as it would be between two operators. docs/numerics.md says how each
- * formula was established.
+ * memory, as it would be between two operators. Each formula was found by
+ * comparing bits with PyTorch's operator.
  *
  * Square roots are missing: for float and double they come from a library
  * (of_span.square_roots), a block at a time. */

@@ -3,7 +3,7 @@
  * with the same names, so that one rule is written for both. They are those of its
  * multi-tensor functions (torch._foreach_*), which its optimizers use on GPUs unless
  * they are told not to; below, for programs, those that are others on one tensor.
- * docs/numerics.md says where each formula is from.
+ * The formulas are those of ForeachFunctors.cuh, DeviceAddCmulCdiv.cuh and Lerp.h.
  *
  * PyTorch compiles them with contraction on. None of them has two products in one
  * sum, so there is one way only to fuse each. Numbers are rounded to the type of
