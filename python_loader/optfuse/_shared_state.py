@@ -2,8 +2,8 @@
 """Parameters whose state has tensors of another parameter's, of the same optimizer or another
 one, as load_state_dict() leaves them: it copies no tensor that has the right dtype and device.
 
-In backward mode what shares state is left to step(), which the library sees by itself. Here is
-what can't be made right by that."""
+In backward mode the library leaves parameters that share state to step(). This module refuses the
+cases in which that gives other results than stock."""
 
 from __future__ import annotations
 

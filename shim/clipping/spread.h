@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// spread.h: sums of arrays, each whole, on all threads.
+// spread.h: shares arrays out among threads, each array to one thread.
 #pragma once
 
 #include <algorithm>

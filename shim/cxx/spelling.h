@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// spelling.h: what an error tells to do, in the language of the program.
+// spelling.h: names of functions and options in errors, as Python or C++ writes them.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// rehearsal.h: how long the tasks of a layer take, known in the first forward pass.
+// rehearsal.h: times the tasks of a layer in the first forward pass.
 #pragma once
 
 #include "layers/layer.h"

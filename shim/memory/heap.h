@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* heap.h: memory that gradients come and go in. */
+/* heap.h: keeps glibc's heap from being given back to the system when gradients are freed in
+ * backward. */
 #ifndef OPTFUSE_HEAP_H
 #define OPTFUSE_HEAP_H
 

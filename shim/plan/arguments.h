@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// arguments.h: what operators are given.
+// arguments.h: plans and slots by the numbers that Python passes to operators.
 #pragma once
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>

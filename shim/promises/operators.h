@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// operators.h: operators for which a promise is no look, or which make one. The fallback for
+// operators.h: operators that take a promise without computing it, or that make one. The fallback for
 // pending tensors (host/first_use.cpp) asks here with the operator's name and stack.
 #pragma once
 

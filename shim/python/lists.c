@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* lists.c: looks at lists of Python, where a loop of Python takes ten times as long. */
+/* lists.c: walks lists of Python objects in C, ten times as fast as a loop in Python. */
 #include <stdint.h>
 #include <stdlib.h>
 

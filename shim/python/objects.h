@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// objects.h: objects of Python, to find out quickly that all of them are still where they were.
+// objects.h: compares the addresses of Python objects with those of the last step.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* events.h: the tasks of a pipeline that have run so far, and what the next ones wait for. Of
- * pipelines that have been checked. */
+/* events.h: the tasks of a pipeline that have run so far, and what the next ones wait for. The
+ * pipeline has passed of_pipeline_check(). */
 #ifndef OPTFUSE_PLANNERS_PIPELINE_EVENTS_H
 #define OPTFUSE_PLANNERS_PIPELINE_EVENTS_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* slots.h: how far apart the tasks of a batch are. Of pipelines that have been checked. */
+/* slots.h: how far apart the tasks of a batch are, in a pipeline that of_pipeline_check() passed. */
 #ifndef OPTFUSE_PLANNERS_PIPELINE_SLOTS_H
 #define OPTFUSE_PLANNERS_PIPELINE_SLOTS_H
 

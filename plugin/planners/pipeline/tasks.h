@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tasks.h: which tasks a layer has, where they run and what they take. Of pipelines that
- * have been checked. */
+/* tasks.h: which tasks a layer has, where they run and what they take, in a pipeline that
+ * of_pipeline_check() passed. */
 #ifndef OPTFUSE_PLANNERS_PIPELINE_TASKS_H
 #define OPTFUSE_PLANNERS_PIPELINE_TASKS_H
 

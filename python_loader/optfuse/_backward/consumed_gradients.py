@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that backward fusion has used up, where somebody would read them who does not know."""
+"""Takes gradients that backward fusion has used up out of the way: for good, or for a while."""
 
 from __future__ import annotations
 

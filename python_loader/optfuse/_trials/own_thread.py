@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trials that set no thread's number of threads. A thread has OpenMP's number until an operator of
-PyTorch's first shares out work there, and products of matrices round by that number: a trial must
-not set it before the script does."""
+"""Runs trials on a thread of their own. A thread has OpenMP's number of threads until an operator
+of PyTorch's first shares out work there, and products of matrices round by that number: a trial
+must not set it before the script does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rule that updates an optimizer: that of its class where this is known to have the class's
-bits for all of its parameters, else RECORDED."""
+"""The rule that updates an optimizer: the kernels' rule for its class, if it has the class's bits
+for all of its parameters, else RECORDED."""
 
 from __future__ import annotations
 

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layer pipelines: plans (plan.py), what layers cost (costs.py), charts (gantt.py), weights of
-forward passes rebuilt (average.py)."""
+"""Layer pipelines: plans (plan.py), the costs of layers (costs.py), charts (gantt.py), runs."""
