@@ -7,12 +7,15 @@ from torch.utils.checkpoint import checkpoint
 
 
 def numbers(i, *shape):
-    """The same in every run, whatever else draws numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(i))
+    """The same in every run and on every device, whatever else draws numbers."""
+    made = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(i), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def words(i):
-    return torch.randint(0, 7, (3, 2), generator=torch.Generator().manual_seed(i))
+    generator = torch.Generator("cpu").manual_seed(i)
+    made = torch.randint(0, 7, (3, 2), generator=generator, device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def rows(i):
