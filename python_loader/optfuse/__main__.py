@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from optfuse import _packages
+from optfuse import _names
 
 
 def main(arguments: list[str]) -> int:
@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in _packages.commands():
+    for command in _names.commands():
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return int(options.work(options))

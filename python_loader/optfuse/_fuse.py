@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _packages, _process
+from optfuse import _names, _process
 from optfuse._arguments.check import (
     EAGER,
     FLAG,
@@ -201,7 +201,7 @@ def _options(
 def _delays_of(delay: Delay | None, optimizer: Optimizer) -> Delays | None:
     if delay is None:
         return None
-    return _packages.delayed_updates().delays_of(delay, optimizer)  # type: ignore[no-any-return]
+    return _names.delayed_updates().delays_of(delay, optimizer)  # type: ignore[no-any-return]
 
 
 def _reduction_kind(mode: Forward | Backward) -> type[Reduction]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optfuse import _packages
+from optfuse import _names
 
 if TYPE_CHECKING:
     from optfuse_layers.pipeline.plan import Layer, Place, Plan, Simulated, Task
     from optfuse_layers.pipeline.planning import plan
     from optfuse_layers.pipeline.runtime import Pipeline
 else:
-    __getattr__ = _packages.names_of(__name__)
+    __getattr__ = _names.resolver_of(__name__)
 
 __all__ = ["Layer", "Pipeline", "Place", "Plan", "Simulated", "Task", "plan"]
 

@@ -5,6 +5,7 @@ name of them."""
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -27,6 +28,21 @@ def public_modules() -> list[Path]:
             if module.startswith(("optfuse._", "optfuse_")):
                 found.append(LOADER / f"{module.replace('.', '/')}.py")
     return sorted(set(found))
+
+
+def test_names_are_found_where_type_checkers_find_them() -> None:
+    from optfuse._names import HOMES
+
+    for module, homes in HOMES.items():
+        path = PACKAGE / f"{module.partition('.')[2] or '__init__'}.py"
+        typed = {
+            alias.name: node.module
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module != "typing"
+            for alias in node.names
+        }
+        assert len(homes) > 5 and homes.items() <= typed.items()
+        assert {*importlib.import_module(module).__all__} == homes.keys()
 
 
 def checked(*paths: Path, cache: Path) -> list[str]:
