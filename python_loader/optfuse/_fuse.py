@@ -26,7 +26,6 @@ from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
 from optfuse._arguments.wrappers import returns_the_wrapper
 from optfuse._classes import become_fused, become_stock, fuse_by, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
-from optfuse._ddp.await_reduction import AwaitedLater
 from optfuse._ddp.reduction import Reduction, check_model, reduction_of
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
@@ -205,7 +204,9 @@ def _delays_of(delay: Delay | None, optimizer: Optimizer) -> Delays | None:
 
 
 def _reduction_kind(mode: Forward | Backward) -> type[Reduction]:
-    return Reduction if isinstance(mode, Backward) else AwaitedLater
+    if isinstance(mode, Backward):
+        return Reduction
+    return _names.awaited_reduction().AwaitedLater  # type: ignore[no-any-return]
 
 
 def _try_on_gpus(rule: Rule, optimizer: Optimizer, strict: bool) -> list[str]:

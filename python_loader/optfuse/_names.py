@@ -65,3 +65,8 @@ def commands() -> Iterator[ModuleType]:
 def delayed_updates() -> Any:
     """The module that Forward(delay=...) is about."""
     return importlib.import_module(HOMES["optfuse"]["drain"])
+
+
+def awaited_reduction() -> Any:
+    """The module that Forward(ddp=...) is about."""
+    return importlib.import_module("optfuse_layers.reorder.awaited_reduction")

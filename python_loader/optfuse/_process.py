@@ -17,9 +17,10 @@ from optfuse import _gpu
 from optfuse._averages import averaged_model
 from optfuse._backward import loss_scale, recomputation
 from optfuse._clipping import torch_functions, unscale
-from optfuse._ddp import await_reduction, reduction
+from optfuse._ddp import reduction
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
+    ALL_MODELS,
     BACKWARD,
     DONE,
     EVENT_APPLY,
@@ -66,7 +67,7 @@ def flush_all() -> None:
     _each_marked(Link.flush)
     if running():
         return
-    await_reduction.await_all()
+    check(lib.of_shim_await(ALL_MODELS))
     if lib.of_any_pending():  # of an extension in C++
         check(lib.of_flush_all())
 
@@ -173,5 +174,4 @@ def start() -> None:
     torch_functions.install()
     averaged_model.install()
     reduction.install()
-    await_reduction.install()
     _started = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Backward mode under DistributedDataParallel; await_reduction.py has what forward mode does there.
+"""Backward mode under DistributedDataParallel; optfuse_layers.reorder has what forward mode does.
 
 DDP copies gradients into buckets and reduces a bucket between processes as soon as it is
 full. A communication hook of ours starts that reduction, by the user's own hook if there is

@@ -16,6 +16,7 @@ from optfuse._library.log import configure, receive
 FORWARD, BACKWARD = 0, 1
 OK, LEFT = 0, -1
 EVENT_REDUCED, EVENT_APPLY = range(2)
+ALL_MODELS = -1  # of of_shim_await()
 DONE = 1  # what the callback returns
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 

@@ -189,12 +189,6 @@ PATCHES = (
             ("_pre_forward", ("self",), "forward"),
         )
     ),
-    Patch(
-        "torch.nn.parallel.DistributedDataParallel._post_forward",
-        "from here on DDP may write into its buckets: wait for what is still on its way from them",
-        ("self", "output"),
-        asked_by="torch.nn.parallel.DistributedDataParallel.forward",
-    ),
 )
 
 #: (what is replaced, why, the function of PyTorch that puts it there or uses it, the names
@@ -337,6 +331,20 @@ DISTRIBUTED = Lists(
 
 _BACKWARD = "torch.distributed.pipelining._backward"
 _APART = "it computes dX and dW of a layer apart, with the bits of one backward pass"
+
+#: Checked where reductions are to be awaited at first use.
+AWAITED = Lists(
+    (
+        Patch(
+            "torch.nn.parallel.DistributedDataParallel._post_forward",
+            "from here on DDP may write into its buckets: wait for what is still on its way from "
+            "them",
+            ("self", "output"),
+            asked_by="torch.nn.parallel.DistributedDataParallel.forward",
+        ),
+    ),
+    (),
+)
 
 #: Checked where a layer pipeline is made.
 PIPELINES = Lists(

@@ -31,7 +31,7 @@ def findings() -> Iterator[Finding]:
     """The library is connected with torch here."""
     lists = [listed.EVERYWHERE, listed.WATCHED]
     if torch.distributed.is_available():
-        lists += [listed.DISTRIBUTED, listed.PIPELINES]
+        lists += [listed.AWAITED, listed.DISTRIBUTED, listed.PIPELINES]
     changed = [change for each in lists for change in replacing.changes(each)]
     for change in changed:
         yield Finding("torch differs", f"{change}: {_KEEP}", is_problem=True)

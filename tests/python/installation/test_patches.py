@@ -50,8 +50,9 @@ def test_this_release_has_what_is_replaced_as_the_tested_ones_have():
     assert replacing.changes() == []
 
 
-def test_this_release_has_what_sharded_parameters_need_as_the_tested_ones_have():
-    assert replacing.changes(listed.DISTRIBUTED) == []
+@pytest.mark.parametrize("name", ["AWAITED", "DISTRIBUTED"])
+def test_this_release_has_what_several_processes_need_as_the_tested_ones_have(name):
+    assert replacing.changes(getattr(listed, name)) == []
 
 
 @pytest.mark.parametrize("place", listed.DISTRIBUTED.places, ids=lambda place: place[2])

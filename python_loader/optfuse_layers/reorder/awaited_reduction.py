@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optfuse._arguments.modes import CommHook
 from optfuse._ddp.reduction import Reduction, known_reduction
-from optfuse._library.bindings import check, guard, lib
+from optfuse._library.bindings import ALL_MODELS, check, guard, lib
 from optfuse._patches import compiled
+from optfuse._patches.listed import AWAITED
 from optfuse._patches.profiling import addresses_are_noted
-from optfuse._patches.replacing import after, replace
+from optfuse._patches.replacing import after, replace, warn_of_changes
 
-_ALL = -1  # models
 _groups = itertools.count()
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 #: Their hooks start a second collective when the first one is done.
@@ -55,6 +55,7 @@ class AwaitedLater(Reduction):
     way_out = "; call optfuse.fuse(optimizer) without ddp="
 
     def __init__(self, model: DistributedDataParallel | None, comm_hook: CommHook | None) -> None:
+        install()
         super().__init__(model, comm_hook)
         self._group = next(_groups)
         self._passes: dict[int, list[_Bucket]] = {}  # by graph task: buckets of backward passes
@@ -174,11 +175,6 @@ def _with_wrapped(hook: Any) -> Iterator[Any]:
             yield from _with_wrapped(cell.cell_contents)
 
 
-def await_all() -> None:
-    """Awaits all reductions that are on their way to any parameter of the process."""
-    check(lib.of_shim_await(_ALL))
-
-
 def _end_of_forward(model: DistributedDataParallel, *_: Any, **__: Any) -> None:
     """In the backward pass that follows DDP writes into the buckets. Of parameters that this
     forward pass has used nothing is on its way any more."""
@@ -187,13 +183,15 @@ def _end_of_forward(model: DistributedDataParallel, *_: Any, **__: Any) -> None:
         reduction.wait_for_all()
 
 
+@functools.cache
 def install() -> None:
     """Once per process."""
+    warn_of_changes(AWAITED)
     # A forward hook would have dynamo compile three frames more; what it would trace here takes
     # microseconds.
     stock = DistributedDataParallel._post_forward
     awaiting = torch._dynamo.disable(after(_end_of_forward, stock))
-    replace(DistributedDataParallel, "_post_forward", awaiting)
+    replace(DistributedDataParallel, "_post_forward", awaiting, AWAITED)
     # The other processes need what this one still has to send. Failures have been raised, or
     # concern nobody any more.
-    atexit.register(lib.of_shim_await, _ALL)
+    atexit.register(lib.of_shim_await, ALL_MODELS)
