@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
 """A script loads what it uses, and of the packages beside optfuse nothing."""
 
 import json
