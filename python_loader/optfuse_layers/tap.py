@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Takes away the kernels of aten::linear and aten::conv2d that watch layers (shim/layers/tap.cpp)."""
+"""Takes away the kernels of aten::linear and aten::conv2d that see layers (shim/layers/tap.cpp)."""
 
 from __future__ import annotations
 
