@@ -173,17 +173,11 @@ def test_packages_know_optfuse_and_it_knows_none_of_them() -> None:
         assert module == _NAMES or not wrong, f"{module}: {wrong}"
 
 
-@pytest.mark.parametrize(
-    "text",
-    (
-        "import optfuse_tools.ab",
-        "def f():\n    from optfuse_layers import tap",
-        "if TYPE_CHECKING:\n    pass\nelse:\n    import optfuse_layers.tap",
-        "import_module('optfuse_layers.tap')",
-    ),
-)
-def test_an_import_from_a_package_beside_is_found(text: str) -> None:
-    assert of_others(ast.parse(text), "optfuse")
+def test_an_import_from_a_package_beside_is_found() -> None:
+    inside = "def f():\n    from optfuse_layers import tap"
+    running = "if TYPE_CHECKING:\n    pass\nelse:\n    import optfuse_layers.tap"
+    for text in (inside, running, "import_module('optfuse_tools.ab')"):
+        assert of_others(ast.parse(text), "optfuse"), text
 
 
 UP = {
