@@ -20,13 +20,13 @@ def register(cls: type[Optimizer], per_parameter: bool = True) -> None:
 
     cls: a torch.optim.Optimizer subclass without kernels; those derived from it, or from which
         it is derived, are registered for themselves.
-    per_parameter: your promise that step() treats each parameter by itself: where only one has a
+    per_parameter: your guarantee that step() treats each parameter by itself: where only one has a
         gradient, it does to that one what it would do if others had theirs, too, and changes
         nothing but that one and its state, optimizer.state[param]. False takes it back.
 
     Without it the class's operators are recorded (docs/any-optimizer.md), in backward mode, too,
     unless step() needs a number of a gradient, keeps one, or calls kernels of its own. Such a
-    class may be registered, if the promise holds: in backward mode step() then runs whenever a
+    class may be registered, if that holds: in backward mode step() then runs whenever a
     parameter's gradient is complete, on the optimizer as it is, and finds .grad to be None of all
     others; the gradient is freed. In step() it runs once more, if gradients are left.
 

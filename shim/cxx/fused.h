@@ -22,7 +22,7 @@ typedef struct of_shim_fuse_options {
     of_mode mode;
     size_t accumulate;   /* of_plan_options.passes */
     size_t bucket_bytes; /* of_plan_options.bucket_bytes, of all devices; 0: the default */
-    bool strict;         /* refuse other bits than docs/cxx.md promises */
+    bool strict;         /* refuse other bits than docs/cxx.md says */
     bool defer_on_gpu;   /* OF_FORWARD: leave updates on GPUs pending, which replays of CUDA
                             graphs do not launch */
 } of_shim_fuse_options;

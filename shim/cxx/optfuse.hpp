@@ -38,7 +38,7 @@ struct Options {
     Mode mode = Mode::forward;
     size_t accumulate = 1;   // Mode::backward: how many backward passes make one step
     size_t bucket_bytes = 0; // of small updates that run together; 0: the default
-    bool strict = false;     // throw where the bits are others than docs/cxx.md promises
+    bool strict = false;     // throw where the bits are others than docs/cxx.md says
     // Mode::forward, of parameters on GPUs: leave updates pending there, too. Without it step()
     // launches them, since a CUDA graph may read the parameters, and C++ has no place where its
     // replays could be seen. With it the program calls flush() before each replay.

@@ -92,7 +92,7 @@ bool sve_rounds_otherwise(const of_rule &rule, of_dtype dtype) {
 
 } // namespace
 
-// Raises unless the update has the bits that docs/cxx.md promises: where PyTorch is known to round
+// Raises unless the update has the bits that docs/cxx.md says: where PyTorch is known to round
 // otherwise always, where its release or a GPU may do so under strict.
 void FusedOptimizer::check_bits(const at::Tensor &param,
                                 const torch::optim::OptimizerOptions &options,
