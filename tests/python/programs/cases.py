@@ -3,7 +3,7 @@
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from on_device import DEVICE
 
@@ -76,13 +76,15 @@ def setup_of(deed, kind, model):
 
 
 @functools.cache
-def cases(name):
-    """Each kind with the first arguments, and the others with a kind each, in turn."""
+def cases(name, among=None):
+    """Each kind with the first arguments, and the others with a kind each, in turn. among: names of
+    the kinds; all arguments with each of these, then, and with each model."""
     deed, found = DEEDS[name], []
-    kinds = fitting(deed)
+    kinds = [kind for kind in fitting(deed) if not among or deed.make or kind.name in among]
     for n, arguments in enumerate(deed.variants()):
-        for kind in kinds if n == 0 else [kinds[n % len(kinds)]]:
-            for model in deed.models if n == 0 else [deed.models[n % len(deed.models)]]:
+        whole = n == 0 or among
+        for kind in kinds if whole else [kinds[n % len(kinds)]]:
+            for model in deed.models if whole else [deed.models[n % len(deed.models)]]:
                 setup = setup_of(deed, kind, model)
                 for actions, is_late in around(deed, arguments):
                     found.append(Case(deed, kind, arguments, Program(0, setup, actions), is_late))
@@ -90,8 +92,12 @@ def cases(name):
 
 
 @functools.lru_cache(maxsize=128)
-def stock_of(name, n):
-    return play(cases(name)[n].program, "stock")
+def stock_of(name, n, among, models):
+    """models: in place of the deed's."""
+    program = cases(name, among)[n].program
+    if models:
+        program = replace(program, setup={**program.setup, "models": models})
+    return play(program, "stock")
 
 
 def wrong_in_stock(case, stock):
@@ -135,14 +141,16 @@ def unproved(case, mode, run):
     return ""
 
 
-def failures(name, mode):
-    """The messages of a deed's cases that fail in this mode."""
+def failures(name, mode, among=None, **setup):
+    """The messages of a deed\'s cases that fail in this mode. setup: more for each world."""
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for n, case in enumerate(cases(name)):
+        for n, case in enumerate(cases(name, among)):
+            program = replace(case.program, setup={**case.program.setup, **setup})
+            case = replace(case, program=program)
             try:
-                stock = stock_of(name, n)
+                stock = stock_of(name, n, among, setup.get("models"))
                 if DEVICE and wrong_in_stock(case, stock):
                     continue  # it needs memory of the host, or what the played GPU can't do
                 why = wrong_in_stock(case, stock) or wrong(case, mode, stock)

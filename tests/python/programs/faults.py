@@ -66,7 +66,7 @@ OUT_OF_REACH = {
     **dict.fromkeys(("late_write", "exchange"), "programs delay no updates"),
     **dict.fromkeys(
         ("factors_copied", "product_bits"),
-        "gradients are promises only where OPTFUSE_PRODUCTS says so; run_promises.py plays those",
+        "gradients are promises where OPTFUSE_PRODUCTS says so: test_promised_deeds.py",
     ),
     **dict.fromkeys(
         ("late_groups", "late_scale", "written"),

@@ -62,6 +62,7 @@ class World:
         self.specs = list(setup["optimizers"])
         self.optimizers = [self.make(spec) for spec in self.specs]
         self.is_begun = False
+        self.order = setup.get("order")  # of backward passes, or stock's
         self.tested = setup.get("tested")  # the name of a deed that is played though it differs
 
     def begin(self):
@@ -70,6 +71,9 @@ class World:
             self.is_begun = True
             for optimizer in self.optimizers:
                 self.wrap(optimizer)
+            if self.fused and self.order:
+                for model in self.models:
+                    optfuse.reorder(model, **self.order)
 
     # ---- optimizers
 

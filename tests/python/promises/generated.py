@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random training of linear layers, whose gradients may be promises, beside stock: of layers of
-all shapes (Layers), and with hooks and ways to compute gradients that look at nodes (Hooked)."""
+"""Random training of linear layers of all shapes, whose gradients may be promises, beside stock."""
 
-import os
 import random
 from collections import Counter
 
 import torch
-from common import assert_same
+from common import assert_same, run
 from torch import nn, optim
 
 import optfuse
 from promises.counted import promises_of
-from promises.deeds import HOOKS, PASSES, Place, Residual, do
 
 OPTIMIZERS = {
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
@@ -142,97 +139,6 @@ class Layers:
         )
 
 
-#: Widths and sizes of inputs beside them: small ones, of which promises are made by force, and
-#: those that are large enough by themselves.
-SMALL = [(width, (*rows, width)) for width in (8, 40, 96) for rows in ((), (3,), (2, 2), (8,))]
-LARGE = [
-    (width, (*rows, width))
-    for width in (512, 520)
-    for rows in ((), (1,), (2,), (8,), (2, 4), (64,))
-]
-
-
-class Hooked:
-    """A program: a residual block that trains while hooks are on, all chosen by its seed."""
-
-    def __init__(self, seed, pool):
-        numbers = random.Random(seed)
-        self.seed, self.passes = seed, 1
-        self.width, self.shape = numbers.choice(pool)
-        self.bias = numbers.random() < 0.5
-        self.optimizer = numbers.choice([name for name in OPTIMIZERS if name != "Muon"])
-        self.mode = numbers.choice(("forward", "backward"))
-        self.threads = numbers.choice((1, 2))
-        hooks, passes = [*HOOKS], [*PASSES]
-        self.deeds = [
-            (
-                numbers.sample(hooks, numbers.choice((0, 1, 1, 2, 3))),
-                numbers.choice((*passes, *(len(passes) // 2) * ("plain",))),
-            )
-            for _ in range(numbers.choice((2, 3)))
-        ]
-
-    def play(self, wrap):
-        torch.manual_seed(self.seed)
-        model = Residual(self.width, self.bias)
-        optimizer = wrap(OPTIMIZERS[self.optimizer](model.parameters()))
-        for i, (hooks, compute) in enumerate(self.deeds):
-            place = Place(model, torch.randn(self.shape), i, wrap)
-            optimizer.zero_grad()
-            try:
-                do(place, hooks, compute)
-            except Exception as error:  # what stock raises ours must, too
-                yield "raised", error
-                return
-            yield "seen", place.seen
-            try:
-                optimizer.step()
-            except TypeError as error:  # fused SGD, where some have no momentum yet
-                yield "raised in step", error
-                return
-        yield "weights", list(model.parameters())
-        yield "state", [*optimizer.state_dict()["state"].items()]
-
-    def __str__(self):
-        return (
-            f"seed {self.seed}: {self.optimizer}, {self.mode}, {self.shape}, bias {self.bias}, "
-            f"{self.threads} threads, {self.deeds}"
-        )
-
-
-def values_of(layers, wrap):
-    """All that a program yields, copied when it does."""
-
-    def copied(value):
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone()
-        if isinstance(value, (list, tuple)):
-            return [copied(v) for v in value]
-        if isinstance(value, dict):
-            return {k: copied(v) for k, v in value.items()}
-        return value
-
-    return [(name, copied(value)) for name, value in layers.play(wrap)]
-
-
-def end_alike(stock, ours, layers, tally):
-    """Leaves in both lists the part before an error. Stock's error must be ours, but for a step()
-    of PyTorch that fails; ours may be one of backward fusion's own."""
-    theirs, mine = (seen[-1][1] if "raised" in seen[-1][0] else None for seen in (stock, ours))
-    refuses = layers.mode == "backward" and isinstance(mine, optfuse.Error)
-    if refuses and len(ours) < len(stock) + (theirs is None):
-        tally["refused"] += 1
-        del stock[len(ours) - 1 :], ours[-1]
-    elif stock[-1][0] == "raised in step":
-        tally["raised in stock's step()"] += 1
-        del ours[len(stock) - 1 :], stock[-1]
-    elif theirs is not None and type(theirs) is type(mine):
-        tally["raised"] += 1
-        del stock[-1], ours[-1]
-    else:
-        assert theirs is mine is None, (theirs, mine)
-
-
 def compare(layers, tally):
     """Plays one program with stock and fused, and counts what became of the gradients."""
     before = torch.get_num_threads()
@@ -246,11 +152,10 @@ def compare(layers, tally):
         return made[-1]
 
     try:
-        stock = values_of(layers, lambda optimizer: optimizer)
-        ours = values_of(layers, fused)
+        stock = run(layers.play, lambda optimizer: optimizer)
+        ours = run(layers.play, fused)
     finally:
         torch.set_num_threads(before)
-    end_alike(stock, ours, layers, tally)
     assert_same(str(layers), ours, stock)
     for layer in promises_of(made[0]):
         tally["panels in " + layers.mode] += layer.panels
@@ -259,22 +164,10 @@ def compare(layers, tally):
         tally[layer.because] += layer.whole
 
 
-def warm_up():
-    """Tries the shapes that are large enough, so that not each waits for its time."""
-    before = os.environ.get("OPTFUSE_PRODUCTS", "auto")
-    os.environ["OPTFUSE_PRODUCTS"] = "force"
-    for seed in range(8 * len(LARGE)):
-        compare(Hooked(seed, LARGE), Counter())
-    os.environ["OPTFUSE_PRODUCTS"] = before
-
-
-def play(first, n, hooks=False):
-    """Plays n programs; the counts. hooks: those of Hooked."""
+def play(first, n):
+    """Plays n programs; the counts."""
     tally = Counter()
-    forced = os.environ.get("OPTFUSE_PRODUCTS") == "force"
-    if hooks and not forced:
-        warm_up()
     for seed in range(first, first + n):
-        compare(Hooked(seed, SMALL if forced else LARGE) if hooks else Layers(seed), tally)
+        compare(Layers(seed), tally)
         tally["programs"] += 1
     return tally

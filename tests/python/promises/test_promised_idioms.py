@@ -1,126 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Idioms of scripts between backward() and the next one, where gradients are promises."""
+"""Gradients that are promises and their owners: two optimizers, one that goes, a child process.
+What scripts do between backward() and the next one: test_promised_deeds.py."""
 
 import copy
 import gc
-import io
 import os
 
 import pytest
 import torch
 from common import adamw, assert_same, everything, python_ok, sgd
-from torch import nn
 
 import optfuse
 from promises.counted import total
-from promises.scripted import STEPS, WIDTH, equal, first, loss_of, script_of, train, wide
-
-
-def idioms():
-    def zero_early(model, optimizer, i):
-        loss = loss_of(model, i)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    def zeros(model, optimizer, i):
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, i).backward()
-        optimizer.step()
-
-    def no_step(model, optimizer, i):
-        optimizer.zero_grad()
-        loss_of(model, i).backward()
-        if i != 1:
-            optimizer.step()
-
-    def clip(model, optimizer, i):
-        train(model, optimizer, i, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-    def our_clip(model, optimizer, i):
-        train(model, optimizer, i, lambda: optfuse.clip_grad_norm_(model.parameters(), 0.1))
-
-    def clip_value(model, optimizer, i):
-        train(model, optimizer, i, lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
-
-    def flush(model, optimizer, i):
-        train(model, optimizer, i)
-        if getattr(optimizer, "_optfuse_link", None):
-            optfuse.flush(optimizer)
-
-    def flush_before(model, optimizer, i):
-        def flush_now():
-            if getattr(optimizer, "_optfuse_link", None):
-                optfuse.flush(optimizer)
-
-        train(model, optimizer, i, flush_now)
-        yield "gradient", first(model).grad
-
-    def copies(model, optimizer, i):
-        seen = []
-
-        def look():
-            twin = copy.deepcopy(model)
-            seen.append([p.grad for p in twin.parameters()])
-            file = io.BytesIO()
-            torch.save(first(model).grad, file)
-            file.seek(0)
-            seen.append(torch.load(file))
-
-        train(model, optimizer, i, look)
-        yield "copies", seen
-
-    def closure(model, optimizer, i):
-        def close():
-            optimizer.zero_grad()
-            loss = loss_of(model, i)
-            loss.backward()
-            return loss
-
-        yield "loss", optimizer.step(close)
-
-    def moved(model, optimizer, i):
-        train(model, optimizer, i)
-        first(model).grad = first(model).grad * 2 if i == 1 else None
-
-    def state(model, optimizer, i):
-        train(model, optimizer, i)
-        optimizer.load_state_dict(optimizer.state_dict())
-
-    def replaced(model, optimizer, i):
-        train(model, optimizer, i, lambda: first(model).grad.set_(torch.ones(WIDTH, WIDTH)))
-
-    def resized(model, optimizer, i):
-        def shrink():
-            first(model).grad.data.mul_(0.5)
-            first(model).grad.data = first(model).grad.data * 2
-
-        train(model, optimizer, i, shrink)
-
-    return dict(locals())
-
-
-@pytest.mark.parametrize("idiom", idioms())
-def test_idioms(idiom):
-    equal(script_of(idioms()[idiom]), "forward")
-
-
-def test_scaled_losses():
-    def script(wrap):
-        model = wide()
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            if i == 1:
-                scaler.unscale_(optimizer)
-                yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-        yield from everything(model, optimizer)
-
-    equal(script, "forward", made=True)
+from promises.scripted import STEPS, equal, loss_of, wide
 
 
 def test_two_optimizers():
@@ -139,30 +31,22 @@ def test_two_optimizers():
     equal(script, "forward", panels=True)
 
 
-def test_unfuse_leaves_gradients_that_can_be_read():
+@pytest.mark.parametrize("end", ("unfuse", "all are gone"))
+def test_a_gradient_can_be_read_when_nobody_would_use_it(end):
     torch.manual_seed(0)
     stock = wide()
     model = copy.deepcopy(stock)
     optimizer = optfuse.fuse(adamw(model.parameters()))
     for m in (stock, model):
         loss_of(m, 0).backward()
-    optfuse.unfuse(optimizer)
-    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
-        assert_same("gradient", ours.grad, theirs.grad)
-
-
-def test_a_gradient_outlives_model_and_optimizer():
-    torch.manual_seed(0)
-    stock = wide()
-    model = copy.deepcopy(stock)
-    optimizer = optfuse.fuse(adamw(model.parameters()))
-    for m in (stock, model):
-        loss_of(m, 0).backward()
-    grad, theirs = first(model).grad, first(stock).grad
+    grads = [p.grad for p in model.parameters()]
     assert total(optimizer, "promised") > 0
-    del model, optimizer
-    gc.collect()
-    assert_same("gradient", grad, theirs)
+    if end == "unfuse":
+        optfuse.unfuse(optimizer)
+    else:
+        del model, optimizer
+        gc.collect()
+    assert_same("gradients", grads, [p.grad for p in stock.parameters()])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from common import adamw, everything, sgd
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from promises.scripted import (
     MODES,
@@ -16,7 +15,6 @@ from promises.scripted import (
     batch,
     equal,
     first,
-    loss_of,
     script_of,
     train,
     wide,
@@ -92,11 +90,6 @@ def ways():
             y = model(x).float()
         return (y + model(x)).square().mean()
 
-    def checkpointed(model, x, reentrant):
-        x = x.requires_grad_()
-        y = checkpoint(lambda t: model[1](model[0](t)), x, use_reentrant=reentrant)
-        return model[4](model[3](model[2](y))).square().mean()
-
     def transposed_output(model, x):
         return model(x).t().contiguous().view(-1).square().mean()
 
@@ -109,8 +102,6 @@ def ways():
         "three uses": three_times,
         "autocast": cast,
         "autocast and not": half_cast,
-        "checkpoint": lambda model, x: checkpointed(model, x, False),
-        "reentrant checkpoint": lambda model, x: checkpointed(model, x, True),
         "transposed": transposed_output,
         "sum": lambda model, x: model(x).sum(),
         "3-D": lambda model, x: model(x.view(1, 5, WIDTH)).square().mean(),
@@ -164,21 +155,6 @@ def test_backward_under_autocast(forward):
     equal(script_of(iteration, steps=5), "forward", promised=forward and MULTIPLIES[torch.bfloat16])
 
 
-def test_several_gradients_at_once():
-    """PyTorch then computes on a tensor that has no memory of its own."""
-
-    def iteration(model, optimizer, i):
-        optimizer.zero_grad()
-        y = model(batch(i))
-        many = torch.randn(4, *y.shape, generator=torch.Generator().manual_seed(i))
-        weights = [first(model), model[2].weight]
-        yield "gradients", torch.autograd.grad(y, weights, many, is_grads_batched=True)
-        loss_of(model, i).backward()
-        optimizer.step()
-
-    equal(script_of(iteration), "forward", promised=True)
-
-
 @pytest.mark.parametrize("where", ("of the cast", "of the weight"))
 def test_autocast_and_hooks(where):
     """A hook that casts the gradient once more sees the numbers that it would see in stock."""
@@ -220,45 +196,6 @@ def test_weights_of_16_bits(mode, dtype):
     is_there = MULTIPLIES[dtype]
     model = lambda: wide().to(dtype)  # noqa: E731
     equal(script_of(iteration, model=model), mode, panels=is_there, promised=is_there)
-
-
-@pytest.mark.parametrize("what", ("grad", "inputs", "both"))
-def test_autograd_hands_it_to_the_script(what):
-    def iteration(model, optimizer, i):
-        optimizer.zero_grad()
-        if what != "inputs":
-            yield "gradient", torch.autograd.grad(loss_of(model, i), first(model))
-        if what != "grad":
-            loss_of(model, i).backward(inputs=[first(model), model[2].weight])
-        else:
-            loss_of(model, i).backward()
-        yield "gradients", [p.grad for p in model.parameters()]
-        optimizer.step()
-
-    equal(script_of(iteration), "forward", made=True)
-
-
-def test_a_graph_that_is_kept():
-    def iteration(model, optimizer, i):
-        optimizer.zero_grad()
-        loss = loss_of(model, i)
-        loss.backward(retain_graph=True)
-        yield "first", first(model).grad
-        loss.backward()
-        optimizer.step()
-
-    equal(script_of(iteration), "forward", made=True)
-
-
-def test_a_graph_of_the_gradient():
-    def iteration(model, optimizer, i):
-        optimizer.zero_grad()
-        grads = torch.autograd.grad(loss_of(model, i), list(model.parameters()), create_graph=True)
-        penalty = sum(g.square().sum() for g in grads)
-        penalty.backward()
-        optimizer.step()
-
-    equal(script_of(iteration), "forward", promised=None)
 
 
 def test_anomaly_mode():
