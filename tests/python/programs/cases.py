@@ -142,7 +142,7 @@ def unproved(case, mode, run):
 
 
 def failures(name, mode, among=None, **setup):
-    """The messages of a deed\'s cases that fail in this mode. setup: more for each world."""
+    """The messages of a deed's cases that fail in this mode. setup: more for each world."""
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -35,23 +35,6 @@ def gradients(model):
 
 @pytest.mark.parametrize("mode", ("forward", "backward"))
 @pytest.mark.parametrize("make", (adamw, sgd))
-@pytest.mark.parametrize("set_to_none", (True, False))
-def test_marked_passes_only_add(mode, make, set_to_none):
-    def iteration(model, optimizer, i):
-        optimizer.zero_grad(set_to_none)
-        with optfuse.accumulate(optimizer):
-            for micro in range(MICRO - 1):
-                (loss_of(model, i * MICRO + micro) / MICRO).backward()
-                yield "gradients", gradients(model)
-        (loss_of(model, i * MICRO + MICRO - 1) / MICRO).backward()
-        optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(trained(make, iteration=iteration), mode)
-
-
-@pytest.mark.parametrize("mode", ("forward", "backward"))
-@pytest.mark.parametrize("make", (adamw, sgd))
 def test_counted_passes(mode, make):
     """A loop that can't be edited; the last batches make a step of fewer passes."""
 

@@ -1,31 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Forms of training that touch weights or gradients in ways of their own."""
+"""Forms of training that touch weights or gradients in ways of their own; more of them are deeds
+of the programs."""
 
 import sys
 
 import pytest
 import torch
-from common import adamw, batch, everything, loss_of, net, same, sgd, train
+from common import adamw, batch, everything, net, same, sgd
 from scripts import trained
 from torch import nn
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 STEPS = 5
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
-
-
-@both_modes
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_pruning_masks_set_and_made_permanent(make, mode):
-    def between(model, optimizer, i):
-        if i == 1:
-            prune.l1_unstructured(model[2], "weight", 0.5)
-            prune.random_structured(model[0], "weight", 0.3, dim=0)
-        if i == 3:
-            prune.remove(model[2], "weight")
-        yield "masked", [model[2].weight, model[0].weight]
-
-    same(trained(make, between=between), mode)
 
 
 @both_modes
@@ -41,19 +27,6 @@ def test_quantization_aware_training(mode):
         return model, optimizer
 
     same(trained(start=start), mode)
-
-
-@both_modes
-def test_parameters_as_one_vector_and_back(mode):
-    """Afterwards all of them are views of one memory."""
-
-    def between(model, optimizer, i):
-        vector = parameters_to_vector(model.parameters())
-        yield "vector", vector
-        if i == 2:
-            vector_to_parameters(vector.detach() * 0.5, model.parameters())
-
-    same(trained(between=between, pending=False), mode)
 
 
 @both_modes
@@ -91,74 +64,6 @@ def test_generator_and_discriminator(make, mode):
     same(script, mode)
 
 
-def test_two_optimizers_over_one_graph():
-    def script(wrap):
-        model = net()
-        optimizers = [wrap(adamw(model[0].parameters())), wrap(sgd(model[2:].parameters()))]
-        for i in range(STEPS):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            out = model(batch(i)[0])
-            out.square().mean().backward(retain_graph=True)
-            out.sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            wrap.pending()
-        for optimizer in optimizers:
-            yield from everything(model, optimizer)
-
-    same(script)
-
-
-@both_modes
-def test_gradient_penalty(mode):
-    def iteration(model, optimizer, i):
-        optimizer.zero_grad()
-        x = batch(i)[0].requires_grad_()
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (out.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
-        optimizer.step()
-
-    same(trained(iteration=iteration), mode)
-
-
-@both_modes
-def test_tensor_hooks_that_change_the_gradient(mode):
-    """One that gives a new gradient, one that changes it in place."""
-
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        handles = [
-            model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01)),
-            model[2].weight.register_hook(lambda g: g.mul_(-2)),
-            model[2].weight.register_hook(lambda g: torch.nan_to_num(g) + 0.5),
-        ]
-        for i in range(STEPS):
-            train(model, optimizer, i)
-        handles[1].remove()
-        train(model, optimizer, STEPS)
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
-@both_modes
-def test_data_parallel_without_devices(mode):
-    def script(wrap):
-        model = net()
-        wrapped = nn.DataParallel(model)
-        optimizer = wrap(adamw(wrapped.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(wrapped, i).backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
 def test_replicas_of_a_model_see_the_update(monkeypatch):
     """nn.parallel.replicate, with copies in place of the broadcast to GPUs."""
     from torch.nn.parallel import replicate
@@ -186,17 +91,3 @@ def test_replicas_of_a_model_see_the_update(monkeypatch):
         yield from everything(model, optimizer)
 
     same(script)
-
-
-@pytest.mark.parametrize("mode", ("forward", "backward"))
-def test_an_interrupt_in_forward(mode):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def between(model, optimizer, i):
-        hook = model[2].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            loss_of(model, i)
-        hook.remove()
-
-    same(trained(between=between), mode)
