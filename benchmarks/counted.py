@@ -154,7 +154,7 @@ def backward_of_each(params: list[nn.Parameter]) -> Run:
 
 
 def train(name: str, n: int, count: Count) -> None:
-    params = parameters(n, fakecuda.NAME)
+    params = parameters(n, gpu.NAME)
     optimizer = AdamW(params, fused=name == "fused=True")
     if name != "fused=True":
         backward = optfuse.Backward(side_stream=name == "side stream")
@@ -170,8 +170,8 @@ def train(name: str, n: int, count: Count) -> None:
         counting(f"step, {name}", optimizer.step)
         counting(f"use, {name}", use)
         counting(f"use again, {name}", use)
-        fakecuda.synchronize()
-        fakecuda.clear()
+        gpu.synchronize()
+        gpu.clear()
     drain_all()  # or the next one would find updates in flight
 
 
@@ -180,9 +180,9 @@ if __name__ == "__main__":
     if where == "gpu":  # the one that the tests play; loaded before optfuse
         os.environ["OPTFUSE_TEST_DEVICE"] = "privateuseone"
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "device"))
-        import fakecuda
+        import gpu
 
-        fakecuda.load()
+        gpu.load()
     import optfuse
     from optfuse._library import bindings
     from optfuse._link import link_of

@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import fakecuda
+import gpu
 import torch
-from fakecuda import NAME
+from gpu import NAME
 
 import optfuse
 
@@ -155,7 +155,7 @@ def describe(program: list[Action]) -> str:
 
 @functools.cache
 def streams_of_all() -> list[torch.Stream]:
-    return [fakecuda.current(), fakecuda.stream(), fakecuda.stream()]
+    return [gpu.current(), gpu.stream(), gpu.stream()]
 
 
 def new_machine(make, wrap) -> Machine:
@@ -169,7 +169,7 @@ def new_machine(make, wrap) -> Machine:
 
 
 def values_of(m: Machine) -> list[torch.Tensor]:
-    fakecuda.synchronize()
+    gpu.synchronize()
     state = [v for p in m.params for v in m.optimizer.state[p].values()]
     return [value.detach().cpu() for value in m.outputs + m.params + state]
 
@@ -185,21 +185,21 @@ class Outcome:
 def run(program: list[Action], make, wrap=lambda optimizer: optimizer) -> Outcome:
     """Up to the first race."""
     m = new_machine(make, wrap)
-    fakecuda.synchronize()
-    fakecuda.clear()
+    gpu.synchronize()
+    gpu.clear()
     names = ["the default stream of device 0", *(f"stream {s.stream_id}" for s in m.streams[1:])]
     for i, (kind, s, number) in enumerate(program):
         with m.streams[s]:
             kind(m, s, number)
-        races = fakecuda.races()
+        races = gpu.races()
         if races:
             del m
-            fakecuda.synchronize()
+            gpu.synchronize()
             gc.collect()
-            fakecuda.clear()
+            gpu.clear()
             return Outcome([], i, races, names)
     values = values_of(m)
-    fakecuda.clear()
+    gpu.clear()
     return Outcome(values)
 
 

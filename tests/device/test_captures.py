@@ -3,33 +3,16 @@
 the whole update, and nothing from outside of the graph. drain_all() is what
 torch.cuda.CUDAGraph.capture_begin calls first."""
 
-import contextlib
-
-import fakecuda
+import gpu
 import pytest
 import torch
 from common import adamw, assert_same
-from legal import backward, net, settle, to_host, train
+from gpu import captured, settle
+from legal import backward, net, to_host, train
 
 import optfuse
 from optfuse import _gpu
 from optfuse._process import drain_all
-
-
-@contextlib.contextmanager
-def captured(stream, graph=7):
-    """The graph is captured on the stream, which is current meanwhile."""
-    fakecuda.capture(stream, graph)
-    try:
-        with stream:
-            yield
-    finally:
-        fakecuda.capture(stream, 0)
-
-
-def kernels():
-    """The launches of our kernels since set_logging(True)."""
-    return [text for text in torch.ops.fakecuda.launches() if text.startswith("of_cuda_")]
 
 
 def prepared():
@@ -45,13 +28,10 @@ def prepared():
 def step_in_a_capture_is_launched_in_it():
     model, optimizer = prepared()
     drain_all()
-    stream = fakecuda.stream()
+    stream = gpu.stream()
     with captured(stream):
         backward(model, optimizer, 1)
-        torch.ops.fakecuda.set_logging(True)
-        optimizer.step()
-        launched = kernels()
-    torch.ops.fakecuda.set_logging(False)
+        launched = gpu.kernels(optimizer.step)
     assert launched, "step() left its update pending inside the capture"
     settle()
     return to_host(list(model.parameters()))
@@ -81,7 +61,7 @@ def a_captured_step_behind_an_eager_backward():
     train(model, optimizer, 0)
     backward(model, optimizer, 1)
     settle()
-    with captured(fakecuda.stream()):
+    with captured(gpu.stream()):
         optimizer.step()
     return model, optimizer
 
@@ -104,7 +84,7 @@ def test_backward_and_step_in_one_capture_are_taken():
     optimizer = optfuse.fuse(adamw(model.parameters()), "backward")
     train(model, optimizer, 0)
     drain_all()
-    with captured(fakecuda.stream()):
+    with captured(gpu.stream()):
         train(model, optimizer, 1)
     train(model, optimizer, 2)
     settle()
@@ -116,8 +96,8 @@ def use_of_an_update_from_outside(how):
     train(model, optimizer, 1)
     if how == "launched":
         optfuse.flush(optimizer)  # but the device need not have done it
-    stream = fakecuda.stream()
-    stream.wait_stream(fakecuda.current())
+    stream = gpu.stream()
+    stream.wait_stream(gpu.current())
     with captured(stream), pytest.raises(optfuse.Error, match="captured"):
         model[0].weight.add(1)
     model[0].weight.add(1)  # on its own stream
@@ -140,7 +120,7 @@ def test_what_was_waited_for_is_no_obstacle():
     model, optimizer = prepared()
     train(model, optimizer, 1)
     drain_all()
-    stream = fakecuda.stream()
+    stream = gpu.stream()
     with captured(stream):
         model[2].weight.add(1)
     settle()

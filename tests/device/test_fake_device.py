@@ -2,11 +2,11 @@
 """The fake GPU itself: it computes what the CPU computes, and it finds what a
 program leaves open between streams."""
 
-import fakecuda
+import gpu
 import pytest
 import torch
 from common import assert_same
-from fakecuda import NAME
+from gpu import NAME
 from torch import nn
 
 BYTES = 4000
@@ -101,11 +101,11 @@ def test_a_number_and_a_comparison_reach_the_host():
 
 
 def test_memory_is_given_back():
-    before = torch.ops.fakecuda.bytes_in_use(0)
+    before = gpu.bytes_in_use()
     x = torch.empty(1000, device=NAME)
-    assert torch.ops.fakecuda.bytes_in_use(0) > before
+    assert gpu.bytes_in_use() > before
     del x
-    assert torch.ops.fakecuda.bytes_in_use(0) == before
+    assert gpu.bytes_in_use() == before
 
 
 # Orders that are left open between streams
@@ -113,22 +113,22 @@ def test_memory_is_given_back():
 
 @pytest.fixture
 def streams():
-    return fakecuda.stream(), fakecuda.stream()
+    return gpu.stream(), gpu.stream()
 
 
 @pytest.fixture
 def x():
     tensor = torch.ones(BYTES // 4, device=NAME)
-    fakecuda.synchronize()
+    gpu.synchronize()
     return tensor
 
 
 def expect_race(*words):
-    found = fakecuda.races()
+    found = gpu.races()
     assert len(found) == 1, f"one race was expected, not {found}"
     for word in words:
         assert word in found[0], f"{word!r} is not in: {found[0]}"
-    fakecuda.clear()
+    gpu.clear()
 
 
 def test_a_write_and_a_read_on_two_streams_are_a_race(streams, x):
@@ -143,9 +143,9 @@ def test_two_writes_on_two_streams_are_a_race(streams, x):
     for stream in streams:
         with stream:
             x.add_(1)
-    found = fakecuda.races()
+    found = gpu.races()
     assert found and all("aten::add" in text for text in found)
-    fakecuda.clear()
+    gpu.clear()
 
 
 def test_two_reads_are_none(streams, x):
@@ -241,7 +241,7 @@ def test_backward_runs_on_the_streams_of_forward(streams):
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(NAME)
     x = torch.randn(3, 8).to(NAME)
-    streams[0].wait_stream(fakecuda.current())
+    streams[0].wait_stream(gpu.current())
     with streams[0]:
         loss = model(x).sum()
     loss.backward()  # the engine joins the streams at its end
@@ -259,22 +259,18 @@ def test_an_event_is_done_when_the_host_knows_it(streams, x):
 
 def test_a_stream_that_waits_for_a_capture_is_captured_and_has_to_be_waited_for(streams, x):
     a, b = streams
-    fakecuda.capture(a, 7)
-    with a:
+    with gpu.captured(a):
         y = x + 1
-    b.wait_stream(a)
-    with b:
-        z = y * 2
-    fakecuda.capture(a, 0)
-    (race,) = fakecuda.races()
+        b.wait_stream(a)
+        with b:
+            z = y * 2
+    (race,) = gpu.races()
     assert "has not waited for" in race
-    fakecuda.synchronize()
-    fakecuda.clear()
-    fakecuda.capture(a, 7)
-    b.wait_stream(a)
-    with b:
-        z.mul_(2)
-    a.wait_stream(b)
-    fakecuda.capture(a, 0)
-    assert not fakecuda.races()
-    fakecuda.synchronize()
+    gpu.settle()
+    with gpu.captured(a):
+        b.wait_stream(a)
+        with b:
+            z.mul_(2)
+        a.wait_stream(b)
+    assert not gpu.races()
+    gpu.synchronize()

@@ -3,12 +3,12 @@
 implementations: the plain C rows, and the kernels' own source behind the C ABI.
 They give the same bits, and each tells what it reads and writes."""
 
-import fakecuda
+import gpu
 import kernels
 import pytest
 import torch
 from common import assert_same, snapshot
-from fakecuda import NAME
+from gpu import NAME
 
 SIZES = (1, 3, 4, 64, 1003, 9000)
 ADAM = (
@@ -49,15 +49,15 @@ def sgd_hyper(group):
 
 def adam_by_hand(params, state, group, decoupled, **scalars):
     steps = [s["step"] for s in state]
-    kernels.advance(steps, fakecuda.current())
+    kernels.advance(steps, gpu.current())
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     tensors = [
         (p, p.grad, [s.get(name) for name in names], s["step"])
         for p, s in zip(params, state, strict=True)
     ]
-    kernels.launch("adam", adam_hyper(group, decoupled), tensors, fakecuda.current(), **scalars)
+    kernels.launch("adam", adam_hyper(group, decoupled), tensors, gpu.current(), **scalars)
     if (flag := scalars.get("found_inf")) is not None:
-        kernels.advance(steps, fakecuda.current(), flag)
+        kernels.advance(steps, gpu.current(), flag)
 
 
 def sgd_by_hand(params, state, group, step):
@@ -65,7 +65,7 @@ def sgd_by_hand(params, state, group, step):
         (p, p.grad, [s.get("momentum_buffer"), None, None], step)
         for p, s in zip(params, state, strict=True)
     ]
-    kernels.launch("sgd", sgd_hyper(group), tensors, fakecuda.current())
+    kernels.launch("sgd", sgd_hyper(group), tensors, gpu.current())
 
 
 def state_of(optimizer, params):
@@ -139,17 +139,17 @@ def test_scalars_on_the_device_have_the_bits_of_stock(inf):
 
 def two_steps(step):
     """One on each of two streams."""
-    for stream in (fakecuda.stream(), fakecuda.stream()):
+    for stream in (gpu.stream(), gpu.stream()):
         with stream:
             step()
 
 
 def expect_race(*words):
-    found = fakecuda.races()
+    found = gpu.races()
     assert found, "a race was expected"
     for word in words:
         assert any(word in text for text in found), f"{word!r} is in none of {found}"
-    fakecuda.clear()
+    gpu.clear()
 
 
 def test_stock_on_two_streams_is_seen():
@@ -157,7 +157,7 @@ def test_stock_on_two_streams_is_seen():
     put_gradients(params, 1)
     optimizer = torch.optim.AdamW(params, fused=True)
     optimizer.step()
-    fakecuda.synchronize()
+    gpu.synchronize()
     two_steps(optimizer.step)
     expect_race("aten::_fused_adamw_", "aten::_foreach_add_")  # which counts the steps
 
@@ -167,7 +167,7 @@ def test_our_kernels_on_two_streams_are_seen():
     put_gradients(params, 1)
     optimizer = torch.optim.AdamW(params, fused=True)
     optimizer.step()
-    fakecuda.synchronize()
+    gpu.synchronize()
     state, group = state_of(optimizer, params), optimizer.param_groups[0]
     two_steps(lambda: adam_by_hand(params, state, group, True))
     expect_race("of_cuda_adam_float32_3_small", "of_cuda_advance_steps")
@@ -175,7 +175,7 @@ def test_our_kernels_on_two_streams_are_seen():
 
 def test_memory_of_the_host_is_seen():
     p, grad = torch.ones(4, device=NAME), torch.ones(4)
-    kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [(p, grad, [None] * 3, 1.0)], fakecuda.current())
+    kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [(p, grad, [None] * 3, 1.0)], gpu.current())
     expect_race("not the device's")
 
 
@@ -188,7 +188,7 @@ def test_free_memory_is_seen():
             return address
 
     del grad
-    kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [(p, Gone(), [None] * 3, 1.0)], fakecuda.current())
+    kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [(p, Gone(), [None] * 3, 1.0)], gpu.current())
     expect_race("that is free")
 
 
@@ -198,9 +198,9 @@ def test_a_default_stream_is_that_of_the_current_device():
     p, grad = torch.ones(4, device=other), torch.ones(4, device=other)
     entry = p, grad, [None] * 3, 1.0
     with pytest.raises(RuntimeError, match="is another GPU's: make GPU 1 current"):
-        kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [entry], fakecuda.current(1))
+        kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [entry], gpu.current(1))
     torch.accelerator.set_device_index(1)
     try:
-        kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [entry], fakecuda.current(1))
+        kernels.launch("sgd", [0.1, 0, 0, 0, 0, 0], [entry], gpu.current(1))
     finally:
         torch.accelerator.set_device_index(0)

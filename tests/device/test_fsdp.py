@@ -4,12 +4,12 @@ when it ends. One process, whose collectives change nothing."""
 
 import functools
 
-import fakecuda
+import gpu
 import pytest
 import torch
 import torch.distributed as dist
 from common import Fused, Stock, adamw, assert_same, batch
-from fakecuda import NAME
+from gpu import NAME
 from legal import net, play
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +22,7 @@ def mesh():
     module.is_initialized = lambda: True
     module.get_rng_state = torch.get_rng_state
     module.set_rng_state = lambda *_: None
-    module.current_stream = fakecuda.current
+    module.current_stream = gpu.current
     module.stream = lambda stream: stream
     module.Stream = functools.partial(torch.Stream, torch.device(NAME))
     module.Event = functools.partial(torch.Event, torch.device(NAME))

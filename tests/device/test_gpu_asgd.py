@@ -4,52 +4,25 @@ the kernels read and renew them in place, and the host never waits for one.
 (test_gpu_rules.py has what ASGD shares with the other rules.)"""
 
 import copy
+import functools
 
-import fakecuda
+import gpu
 import pytest
 import torch
+import tried
 from common import Fused, Stock
-from fakecuda import NAME
-from legal import backward, host_waits, legal, net, races_without, train
+from gpu import NAME
+from legal import backward, host_waits, in_order, legal, net, races_without, train
 from torch.optim import ASGD
+from tried import KERNELS, MODES, OWN, all_of, isa, steps
 
 import optfuse
 from optfuse._process import drain_all
-from optfuse._trials import stock_trial
 
 NUMBERS = ("step", "eta", "mu")
 QUICK = {"lambd": 3.0, "alpha": 0.3, "t0": 2.0}  # numbers that change from step to step
-KERNELS = {"float32": "cuda"}
-OWN = {}
-
-
-@pytest.fixture(autouse=True)
-def small_trials(monkeypatch):
-    """Trials of these tests' own, and quick."""
-    monkeypatch.setattr(stock_trial, "known", {})
-    monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
-
-
-def parameters(sizes=(7, 64), dtype=torch.float32):
-    torch.manual_seed(1)
-    return [torch.randn(n).to(NAME, dtype).requires_grad_() for n in sizes]
-
-
-def steps(optimizer, params, n, seed=0):
-    for step in range(n):
-        torch.manual_seed(100 * seed + step)
-        for p in params:
-            p.grad = torch.randn(p.shape).to(NAME, p.dtype)
-        optimizer.step()
-
-
-def everything(optimizer, params):
-    yield "parameters", params
-    yield "state", [dict(optimizer.state[p]) for p in params]
-
-
-def isa(optimizer):
-    return optfuse.summary(optimizer).isa
+pytestmark = pytest.mark.usefixtures("small_trials")
+parameters = functools.partial(tried.parameters, sizes=(7, 64))
 
 
 @pytest.mark.usefixtures("rounds_as_cpu")
@@ -80,50 +53,43 @@ def test_counters_stay_the_tensors_that_they_were():
     assert {t.device.type for t in after} == {NAME} and after[0] == 5
 
 
-def test_parameters_at_different_steps_go_in_one_launch():
-    def script(wrap):
-        params = parameters((5, 9, 70))
-        optimizer = wrap(ASGD(params, **QUICK))
-        assert not wrap.fused or isa(optimizer) == KERNELS
-        for n in (1, 2, 3):
-            steps(optimizer, params[:n], 2, seed=n)
-        if wrap.fused:
-            optfuse.flush()
-            before = optfuse.summary(optimizer).launches
-        steps(optimizer, params, 1)
-        if wrap.fused:
-            optfuse.flush()
-            assert optfuse.summary(optimizer).launches == before + 1
-        yield from everything(optimizer, params)
-
-    legal(script)
+@in_order("forward")
+def test_parameters_at_different_steps_go_in_one_launch(wrap):
+    params = parameters(sizes=(5, 9, 70))
+    optimizer = wrap(ASGD(params, **QUICK))
+    assert not wrap.fused or isa(optimizer) == KERNELS
+    for n in (1, 2, 3):
+        steps(optimizer, params[:n], 2, seed=n)
+    if wrap.fused:
+        optfuse.flush()
+        before = optfuse.summary(optimizer).launches
+    steps(optimizer, params, 1)
+    if wrap.fused:
+        optfuse.flush()
+        assert optfuse.summary(optimizer).launches == before + 1
+    yield from all_of(optimizer, params)
 
 
-def test_more_parameters_than_a_table_of_numbers_holds():
+@in_order("forward")
+def test_more_parameters_than_a_table_of_numbers_holds(wrap):
     """Empty ones too: their numbers change like all others."""
-
-    def script(wrap):
-        params = parameters((0, *range(1, 340), 0))
-        optimizer = wrap(ASGD(params, **QUICK))
-        steps(optimizer, params, 3)
-        yield from everything(optimizer, params)
-
-    legal(script)
+    params = parameters(sizes=(0, *range(1, 340), 0))
+    optimizer = wrap(ASGD(params, **QUICK))
+    steps(optimizer, params, 3)
+    yield from all_of(optimizer, params)
 
 
 @pytest.mark.parametrize("alpha", [0, 0.25, 0.5, 0.75, 1, 2, 3, 3.5])
-def test_powers_are_those_of_the_operator(alpha):
-    def script(wrap):
-        params = parameters((3,))
-        optimizer = wrap(ASGD(params, lr=0.3, lambd=0.7))
-        assert not wrap.fused or isa(optimizer) == KERNELS
-        steps(optimizer, params, 1)
-        optimizer.param_groups[0]["alpha"] = alpha
-        for i in range(100):
-            steps(optimizer, params, 1, seed=i)
-            yield "eta", optimizer.state[params[0]]["eta"]
-
-    legal(script)
+@in_order("forward")
+def test_powers_are_those_of_the_operator(wrap, alpha):
+    params = parameters(sizes=(3,))
+    optimizer = wrap(ASGD(params, lr=0.3, lambd=0.7))
+    assert not wrap.fused or isa(optimizer) == KERNELS
+    steps(optimizer, params, 1)
+    optimizer.param_groups[0]["alpha"] = alpha
+    for i in range(100):
+        steps(optimizer, params, 1, seed=i)
+        yield "eta", optimizer.state[params[0]]["eta"]
 
 
 def with_alpha(optimizer, alpha):
@@ -133,15 +99,13 @@ def with_alpha(optimizer, alpha):
 
 
 @pytest.mark.parametrize("alpha", [-0.5, -1, -2, -0.75])
-def test_negative_powers_are_left_to_the_operator(alpha):
-    def script(wrap):
-        params = parameters((3,))
-        optimizer = wrap(with_alpha(ASGD(params, lr=0.3, lambd=0.7), alpha))
-        for i in range(50):
-            steps(optimizer, params, 1, seed=i)
-            yield "eta", optimizer.state[params[0]]["eta"]
-
-    legal(script, prove=False)
+@in_order("forward", prove=False)
+def test_negative_powers_are_left_to_the_operator(wrap, alpha):
+    params = parameters(sizes=(3,))
+    optimizer = wrap(with_alpha(ASGD(params, lr=0.3, lambd=0.7), alpha))
+    for i in range(50):
+        steps(optimizer, params, 1, seed=i)
+        yield "eta", optimizer.state[params[0]]["eta"]
 
 
 def test_a_power_that_becomes_negative_is_refused():
@@ -172,50 +136,33 @@ def test_a_default_dtype_of_16_bits_is_refused(dtype, monkeypatch):
     assert optimizer.state[params[0]]["step"] == 2
 
 
-def test_a_default_dtype_of_64_bits_makes_no_difference():
-    def script(wrap):
-        params = parameters()
-        optimizer = wrap(ASGD(params, **QUICK))
-        steps(optimizer, params, 1)
-        torch.set_default_dtype(torch.float64)
-        try:
-            for i in range(20):
-                steps(optimizer, params, 1, seed=i)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        yield from everything(optimizer, params)
-
-    legal(script)
-
-
-def test_a_scheduler_is_obeyed():
-    def script(wrap):
-        params = parameters()
-        optimizer = wrap(ASGD(params, **QUICK))
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-        for i in range(8):
+@in_order("forward")
+def test_a_default_dtype_of_64_bits_makes_no_difference(wrap):
+    params = parameters()
+    optimizer = wrap(ASGD(params, **QUICK))
+    steps(optimizer, params, 1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for i in range(20):
             steps(optimizer, params, 1, seed=i)
-            scheduler.step()
-        yield from everything(optimizer, params)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    yield from all_of(optimizer, params)
 
-    legal(script)
 
-
-def test_what_a_script_does_to_the_numbers_counts():
-    def script(wrap):
-        params = parameters()
-        optimizer = wrap(ASGD(params, **QUICK))
-        steps(optimizer, params, 2)
-        wrap.pending()
-        yield "read while it is pending", optimizer.state[params[0]]["eta"]
-        optimizer.state[params[0]]["eta"].fill_(0.5)
-        optimizer.state[params[1]]["step"] += 100
-        steps(optimizer, params, 2, seed=1)
-        optimizer.state[params[1]]["mu"] = torch.full((), 0.25, device=NAME)
-        steps(optimizer, params, 2, seed=2)
-        yield from everything(optimizer, params)
-
-    legal(script)
+@in_order("forward")
+def test_what_a_script_does_to_the_numbers_counts(wrap):
+    params = parameters()
+    optimizer = wrap(ASGD(params, **QUICK))
+    steps(optimizer, params, 2)
+    wrap.pending()
+    yield "read while it is pending", optimizer.state[params[0]]["eta"]
+    optimizer.state[params[0]]["eta"].fill_(0.5)
+    optimizer.state[params[1]]["step"] += 100
+    steps(optimizer, params, 2, seed=1)
+    optimizer.state[params[1]]["mu"] = torch.full((), 0.25, device=NAME)
+    steps(optimizer, params, 2, seed=2)
+    yield from all_of(optimizer, params)
 
 
 def read_on_another_stream(wrap):
@@ -223,8 +170,8 @@ def read_on_another_stream(wrap):
     optimizer = wrap(ASGD(model.parameters(), **QUICK))
     for i in range(3):
         train(model, optimizer, i)
-    a, b = fakecuda.stream(), fakecuda.stream()
-    a.wait_stream(fakecuda.current())
+    a, b = gpu.stream(), gpu.stream()
+    a.wait_stream(gpu.current())
     with a:
         train(model, optimizer, 3)
         event = a.record_event()
@@ -233,32 +180,16 @@ def read_on_another_stream(wrap):
     with b:
         for p in model.parameters():
             yield "numbers", [optimizer.state[p][name] for name in NUMBERS]
-    fakecuda.synchronize()
+    gpu.synchronize()
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
 def test_another_stream_that_waited_sees_them(mode):
     legal(read_on_another_stream, mode)
 
 
 def test_without_our_wait_it_would_not(monkeypatch):
     races_without("streams", read_on_another_stream, monkeypatch)
-
-
-def test_checkpoints_go_both_ways():
-    def script(wrap):
-        params = parameters()
-        first = wrap(ASGD(params, **QUICK))
-        steps(first, params, 3)
-        saved = copy.deepcopy(first.state_dict())
-        again = parameters()
-        second = wrap(ASGD(again))
-        second.load_state_dict(saved)
-        steps(second, again, 3, seed=1)
-        assert not wrap.fused or isa(second) == KERNELS
-        yield from everything(second, again)
-
-    legal(script)
 
 
 def test_the_trial_sees_powers_that_differ_now_and_then(monkeypatch):
@@ -291,7 +222,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_with_other_counters_sends_it_back_to_the_class(name, mode):
     dtype, edited = CHECKPOINTS[name]
@@ -309,7 +240,7 @@ def test_a_checkpoint_with_other_counters_sends_it_back_to_the_class(name, mode)
             found = optfuse.summary(optimizer)
             assert "recorded" in optfuse.explain(optimizer) and found.mode == mode
             assert "its step, eta, mu are not all float32 on the GPU" in str(found)
-        yield from everything(optimizer, params)
+        yield from all_of(optimizer, params)
 
     legal(script, mode, prove=False)
 
@@ -371,13 +302,9 @@ def test_a_graph_cannot_capture_it():
     optimizer = optfuse.fuse(ASGD(params))
     steps(optimizer, params, 2)
     drain_all()
-    fakecuda.synchronize()
-    stream = fakecuda.stream()
-    fakecuda.capture(stream, 7)
-    try:
-        with stream, pytest.raises(optfuse.Error, match="can't be captured into a CUDA graph"):
-            steps(optimizer, params, 1, seed=1)
-    finally:
-        fakecuda.capture(stream, 0)
-    fakecuda.synchronize()
+    gpu.synchronize()
+    refused = pytest.raises(optfuse.Error, match="can't be captured into a CUDA graph")
+    with gpu.captured(gpu.stream()), refused:
+        steps(optimizer, params, 1, seed=1)
+    gpu.synchronize()
     assert optimizer.state[params[0]]["step"].item() == 2

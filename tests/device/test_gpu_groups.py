@@ -4,12 +4,11 @@
 import pytest
 import torch
 from common import assert_same
-from fakecuda import NAME
+from gpu import NAME
 from legal import legal, net, train
+from tried import MODES, Subclass
 
 import optfuse
-
-MODES = ("forward", "backward")
 
 
 def assert_same_state(make, fuse, at_first, later):
@@ -50,10 +49,6 @@ def test_a_trial_is_for_one_default_device(make, mode):
 
 
 # One parameter makes PyTorch take its for-loop for all of a group
-
-
-class Subclass(torch.nn.Parameter):
-    pass
 
 
 def plain(device=NAME):

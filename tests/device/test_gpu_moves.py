@@ -7,25 +7,21 @@ import copy
 import pytest
 import torch
 from common import assert_same
-from fakecuda import NAME
+from gpu import NAME
 from optim_entries import ENTRIES
 from torch import nn
 from torch.optim import Adafactor, Adagrad, Muon, NAdam, RMSprop
+from tried import KERNELS, MODES, OWN, isa
 
 import optfuse
 from optfuse._rules import RULES
 from optfuse._trials import stock_trial
 
 TRIED = [cls for cls in RULES if cls.__name__ in ENTRIES]
-MODES = ("forward", "backward")
-OWN, KERNELS = {}, {"float32": "cuda"}
 
 
 @pytest.fixture(autouse=True)
-def small_trials(monkeypatch):
-    """Trials of these tests' own, and quick."""
-    monkeypatch.setattr(stock_trial, "known", {})
-    monkeypatch.setattr(stock_trial, "SIZES", (1, 7, 64))
+def smaller_trials(small_trials, monkeypatch):
     monkeypatch.setattr(stock_trial, "STEPS", 3)
 
 
@@ -54,10 +50,6 @@ def moved(model, *to):
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
-
-
-def isa(optimizer):
-    return optfuse.summary(optimizer).isa
 
 
 @pytest.mark.parametrize("cls", TRIED, ids=lambda cls: cls.__name__)

@@ -5,11 +5,11 @@ any, and refuses what is off. cxx.cpp has the same for programs in C++."""
 import contextlib
 import itertools
 
+import gpu
 import pytest
 import torch
 from common import adamw, sgd
-from fakecuda import NAME
-from test_clipping_cost import kernels_of, names_logged
+from gpu import NAME
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,9 +57,7 @@ def test_equal_bits_are_seen(make, dtype, maximize):
 
 def test_the_trial_runs_what_training_does():
     """Several tensors a launch; those whose steps the GPU counts, and the others."""
-    torch.ops.fakecuda.set_logging(True)
-    optfuse.fuse(optimizer())
-    launched = kernels_of(names_logged())
+    launched = gpu.kernels(lambda: optfuse.fuse(optimizer()))
     assert launched.count("of_cuda_advance_steps") == 3, launched
     assert launched.count("of_cuda_adam_float32_3_small") == 2 * 3, launched
 

@@ -4,14 +4,13 @@ kernel takes these from 2.12 on, and other implementations refuse them."""
 
 import itertools
 
+import gpu
 import pytest
 import torch
 from common import Fused, adamw, assert_same, refused
-from fakecuda import NAME
-from legal import backward, legal, loss_of, net, settle, to_host, train
+from gpu import NAME, captured
+from legal import backward, in_order, legal, loss_of, net, to_host, train
 from mixed_state import NARROW, dtypes_of, entry_of, make_state, with_narrow_state
-from test_captures import captured
-from test_clipping_cost import kernels_of, names_logged
 from test_gpu_trial import stock
 
 import optfuse
@@ -69,67 +68,56 @@ def test_a_training_loop(options, mode):
     legal(loop(options), mode)
 
 
-def launched(work):
-    torch.ops.fakecuda.set_logging(True)
-    work()
-    settle()
-    names = kernels_of(names_logged())
-    torch.ops.fakecuda.set_logging(False)
-    return names
-
-
 def test_these_kernels_update():
     model = net()
     optimizer = optfuse.fuse(with_narrow_state(adamw(model.parameters())))
     train(model, optimizer, 0)
-    names = launched(lambda: train(model, optimizer, 1))
+
+    def work():
+        train(model, optimizer, 1)
+        optfuse.flush()
+
+    names = gpu.kernels(work)
     assert "of_cuda_adam_mixed_float32_3_small" in names, names
     assert not any("adam_float32" in name for name in names), names
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("when", ["before fuse", "after fuse"])
-def test_state_that_the_script_puts_there(mode, when):
-    def script(wrap):
-        model = net()
-        optimizer = adamw(model.parameters())
+@in_order(*MODES)
+def test_state_that_the_script_puts_there(wrap, when):
+    model = net()
+    optimizer = adamw(model.parameters())
 
-        def put():
-            for p in model.parameters():
-                optimizer.state[p] = entry_of(p, False, step=3.0)
+    def put():
+        for p in model.parameters():
+            optimizer.state[p] = entry_of(p, False, step=3.0)
 
-        if when == "before fuse":
-            put()
-        optimizer = wrap(optimizer)
-        if when == "after fuse":
-            put()
-        for i in range(STEPS):
-            train(model, optimizer, i)
-        yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
-
-    legal(script, mode)
+    if when == "before fuse":
+        put()
+    optimizer = wrap(optimizer)
+    if when == "after fuse":
+        put()
+    for i in range(STEPS):
+        train(model, optimizer, i)
+    yield "weights", list(model.parameters())
+    yield "state", optimizer.state_dict()["state"]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("apart", [True, False], ids=["group", "parameter"])
-def test_one_has_it_and_the_others_not(apart, mode):
+@in_order(*MODES)
+def test_one_has_it_and_the_others_not(wrap, apart):
     """PyTorch wants a group of its own for it."""
-
-    def script(wrap):
-        model = net()
-        first, *others = model.parameters()
-        groups = [{"params": [first]}, {"params": others}]
-        if wrap.fused and not apart:
-            groups = [{"params": [first, *others]}]
-        optimizer = wrap(adamw(groups))
-        optimizer.state[first] = entry_of(first, False)
-        for i in range(STEPS):
-            train(model, optimizer, i)
-        yield "weights", list(model.parameters())
-        yield "state", [optimizer.state[p] for p in model.parameters()]
-
-    legal(script, mode)
+    model = net()
+    first, *others = model.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    if wrap.fused and not apart:
+        groups = [{"params": [first, *others]}]
+    optimizer = wrap(adamw(groups))
+    optimizer.state[first] = entry_of(first, False)
+    for i in range(STEPS):
+        train(model, optimizer, i)
+    yield "weights", list(model.parameters())
+    yield "state", [optimizer.state[p] for p in model.parameters()]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -168,21 +156,19 @@ def test_a_learning_rate_on_the_device(mode):
     legal(loop({}, iteration=iteration), mode)
 
 
-def test_a_loss_scale_and_infinite_gradients():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(with_narrow_state(adamw(model.parameters())))
-        scaler = torch.amp.GradScaler(NAME, init_scale=2.0**100, growth_interval=2)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        yield "scale", scaler.get_scale()
-        yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
-
-    legal(script)
+@in_order("forward")
+def test_a_loss_scale_and_infinite_gradients(wrap):
+    model = net()
+    optimizer = wrap(with_narrow_state(adamw(model.parameters())))
+    scaler = torch.amp.GradScaler(NAME, init_scale=2.0**100, growth_interval=2)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, i)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    yield "scale", scaler.get_scale()
+    yield "weights", list(model.parameters())
+    yield "state", optimizer.state_dict()["state"]
 
 
 def test_clipped_gradients():

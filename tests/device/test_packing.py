@@ -4,11 +4,11 @@ bits, on the stream that is current, and never inside a graph that is being capt
 
 from pathlib import Path
 
-import fakecuda
+import gpu
 import pytest
 import torch
 from common import assert_same, python
-from fakecuda import NAME
+from gpu import NAME
 from legal import loss_of, net, to_host
 
 import optfuse
@@ -24,15 +24,6 @@ def packed_by(where, matrix):
 def matrix_of(d, dtype=torch.float32):
     torch.manual_seed(d)
     return torch.randn(d, d, dtype=dtype)
-
-
-def launched(run):
-    """The kernels of ours that it launches."""
-    torch.ops.fakecuda.set_logging(True)
-    run()
-    found = torch.ops.fakecuda.launches()
-    torch.ops.fakecuda.set_logging(False)
-    return [text.split()[0] for text in found if text.startswith("of_cuda_")]
 
 
 # Bits
@@ -73,7 +64,7 @@ def test_running_factors_have_the_bits_of_the_cpu():
 
 def test_they_are_packed_by_one_kernel_each():
     running_factors(NAME)  # loads what there is to load
-    names = launched(lambda: running_factors(NAME))
+    names = gpu.kernels(lambda: running_factors(NAME))
     layers, collections, batches = 3, 3, 2
     factors = 2 * layers
     wanted = {
@@ -92,46 +83,46 @@ def test_they_are_packed_by_one_kernel_each():
 
 def pack_on_another_stream(waits):
     matrix = matrix_of(40).to(NAME)
-    fakecuda.synchronize()
+    gpu.synchronize()
     matrix.mul_(2)
-    stream = fakecuda.stream()
+    stream = gpu.stream()
     if waits:
-        stream.wait_stream(fakecuda.current())
+        stream.wait_stream(gpu.current())
     with stream:
         packed = torch.ops.optfuse.pack_factor(matrix)
         whole = torch.ops.optfuse.unpack_factor(packed, 40, 0.0)
     del packed  # while it is read
-    fakecuda.current().wait_stream(stream)
+    gpu.current().wait_stream(stream)
     return whole, matrix
 
 
 def test_they_run_on_the_current_stream():
     whole, matrix = pack_on_another_stream(waits=True)
-    assert not fakecuda.races()
+    assert not gpu.races()
     upper = matrix.cpu().triu()
     assert_same("whole", whole.cpu(), upper + upper.triu(1).T)
 
 
 def test_who_does_not_wait_is_seen():
     pack_on_another_stream(waits=False)
-    found = fakecuda.races()
-    fakecuda.clear()
+    found = gpu.races()
+    gpu.clear()
     assert any("of_cuda_packing_add_float32" in text for text in found), found
 
 
 def used_elsewhere_and_freed(use):
     """Whether what takes the memory next, on the stream that it was made on, comes in order."""
     packed = torch.ops.optfuse.pack_factor(matrix_of(40).to(NAME))
-    stream = fakecuda.stream()
-    stream.wait_stream(fakecuda.current())
+    stream = gpu.stream()
+    stream.wait_stream(gpu.current())
     with stream:
         kept = use(packed)
     address = packed.data_ptr()
     del packed
     others = [torch.zeros(820, device=NAME) for _ in range(4)]
-    found = fakecuda.races()
-    fakecuda.synchronize()
-    fakecuda.clear()
+    found = gpu.races()
+    gpu.synchronize()
+    gpu.clear()
     return found, address in [t.data_ptr() for t in others], kept
 
 
@@ -157,16 +148,13 @@ def collect_in_a_capture(factors_every, steps):
         optimizer.zero_grad()
         loss_of(model, i).backward()
         optimizer.step()
-    stream = fakecuda.stream()
-    stream.wait_stream(fakecuda.current())
-    fakecuda.capture(stream, 7)
+    stream = gpu.stream()
+    stream.wait_stream(gpu.current())
     try:
-        with stream:
+        with gpu.captured(stream):
             loss_of(model, steps).backward()
     finally:
-        fakecuda.capture(stream, 0)
-        fakecuda.synchronize()
-        fakecuda.clear()
+        gpu.settle()
         kfac.remove()
 
 
@@ -189,11 +177,11 @@ def test_without_the_guard_replays_would_go_uncounted(monkeypatch):
 WITHOUT = """
 import os, sys
 sys.path.insert(0, {folder!r})
-import fakecuda
-fakecuda.load()
+import gpu
+gpu.load()
 os.environ["OPTFUSE_CUDA_LIBRARY"] = {library!r}
 import torch, optfuse
-model = torch.nn.Linear(3, 2).to(fakecuda.NAME)
+model = torch.nn.Linear(3, 2).to(gpu.NAME)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optfuse.kfac(model, optimizer)
 """

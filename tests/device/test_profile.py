@@ -1,35 +1,66 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A launch is a range of torch.profiler, where it happens and named by what it updates."""
 
+import gpu
 import pytest
 import torch
 from common import adamw
-from fakecuda import NAME
-from torch.profiler import ProfilerActivity, profile
+from gpu import NAME
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import optfuse
 
+ITERATIONS = 3
+MODES = ("forward", "backward")
 
-def ranges(mode):
+
+def profiled(mode):
+    """The profiler's events of some iterations; the last one's updates are flushed."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 3)).to(NAME)
     optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
     x = torch.ones(4, 5, device=NAME)
 
     def iterate():
         optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
+        with record_function("phase forward"):
+            loss = model(x).sum()
+        with record_function("phase backward"):
+            loss.backward()
+        with record_function("phase step"):
+            optimizer.step()
 
     iterate()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        iterate()
-    return [event for event in profiler.events() if event.name.startswith("optfuse::")]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu.IS_REAL else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(ITERATIONS):
+            iterate()
+        optfuse.flush()
+        gpu.synchronize()
+    return profiler.events()
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward"])
+def ranges(events, begin="optfuse::"):
+    return [event for event in events if event.name.startswith(begin)]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_an_update_is_one_range_named_by_rule_and_bucket(mode):
-    assert [event.name for event in ranges(mode)] == ["optfuse::adam 4 parameters, 57 float32"]
+    # Pending before the profiler began, and flushed before it ends.
+    n = ITERATIONS + (mode == "forward")
+    names = [event.name for event in ranges(profiled(mode))]
+    assert names == n * ["optfuse::adam 4 parameters, 57 float32"]
 
 
 def test_forward_fusion_updates_inside_the_operator_that_uses_the_weight():
-    assert ranges("forward")[0].cpu_parent.name == "aten::linear"
+    assert ranges(profiled("forward"))[0].cpu_parent.name == "aten::linear"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_updates_are_launched_in_the_phase_of_the_mode_and_not_in_step(mode):
+    events = profiled(mode)
+    phases = [event.time_range for event in ranges(events, f"phase {mode}")]
+    updates = ranges(events)[:ITERATIONS]
+    for update, phase in zip(updates, phases, strict=True):
+        assert phase.start <= update.time_range.start and update.time_range.end <= phase.end
+    if gpu.IS_REAL:
+        assert ranges(events, "of_"), "no kernel of ours was seen"

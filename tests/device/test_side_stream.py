@@ -4,13 +4,12 @@ of that stream: what is in order in stock's backward pass is in order with it, a
 
 import gc
 
-import fakecuda
+import gpu
 import pytest
 import torch
 from common import Fused, Stock, adamw, assert_same, everything, sgd
-from fakecuda import NAME
+from gpu import NAME, captured
 from legal import kept, loss_of, net, play
-from test_captures import captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,15 +23,6 @@ CHOICES = {
 }
 MODES = (None, "forward", "backward")
 OF_THE_POOL = 32  # streams, which it gives in turn
-
-
-def launches(work):
-    """The launches of `work`, a list of (name, stream)."""
-    torch.ops.fakecuda.set_logging(True)
-    work()
-    found = torch.ops.fakecuda.launches()
-    torch.ops.fakecuda.set_logging(False)
-    return [tuple(text.rsplit(" on ", 1)) for text in found]
 
 
 class Arranged:
@@ -165,7 +155,7 @@ def test_every_dw_and_its_update_are_on_the_side_stream_and_dx_is_not():
     with optfuse.reorder(model, side_stream=True) as reordering:
         for i in range(2):
             loss = loss_of(model, i)
-            seen = launches(loss.backward)
+            seen = gpu.launches(loss.backward)
             optimizer.step()
             optimizer.zero_grad()
         assert all(row.on_side_stream for row in reordering.plan.rows)
@@ -254,19 +244,19 @@ def gradients_added_up(wrap, arrange):
 
 def backward_called_on_another_stream(wrap, arrange):
     """Gradients are the forward pass's stream's, whoever calls backward()."""
-    model, a = net(), fakecuda.stream()
-    a.wait_stream(fakecuda.current())
+    model, a = net(), gpu.stream()
+    a.wait_stream(gpu.current())
     arrange(model)
     for i in range(3):
         with a:
             loss = loss_of(model, i)
-        fakecuda.current().wait_stream(a)
+        gpu.current().wait_stream(a)
         loss.backward()
         with a:
             yield "gradients", [p.grad * 2 for p in model.parameters()]
             model.zero_grad()
         del loss
-    fakecuda.current().wait_stream(a)
+    gpu.current().wait_stream(a)
 
 
 def inputs_dropped_after_backward(wrap, arrange):
@@ -380,16 +370,16 @@ def test_an_iteration_under_capture(mode, captures):
         for _ in range(captures):
             optimizer.zero_grad()
             drain_all()  # as torch.cuda.CUDAGraph.capture_begin does
-            fakecuda.synchronize()
-            graph = fakecuda.stream()
-            graph.wait_stream(fakecuda.current())
+            gpu.synchronize()
+            graph = gpu.stream()
+            graph.wait_stream(gpu.current())
             with captured(graph):
                 loss_of(model, 2).backward()
                 gradients = [] if mode == "backward" else [p.grad * 2 for p in model.parameters()]
                 yield "gradients", gradients
                 optimizer.step()
                 yield "weights", [p * 1 for p in model.parameters()]
-            fakecuda.current().wait_stream(graph)
+            gpu.current().wait_stream(graph)
 
     same(script, mode)
 

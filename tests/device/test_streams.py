@@ -6,12 +6,12 @@ import functools
 import gc
 import threading
 
-import fakecuda
+import gpu
 import pytest
 import torch
-from common import adamw, assert_same, sgd, snapshot
-from fakecuda import NAME
-from legal import backward, kept, legal, loss_of, net, races_without, train
+from common import adamw, assert_same, everything, sgd, snapshot
+from gpu import NAME
+from legal import backward, in_order, kept, legal, loss_of, net, races_without, train
 
 import optfuse
 from optfuse._process import drain_all
@@ -26,7 +26,7 @@ def prepared(wrap, make=adamw, build=net):
     train(model, optimizer, 0)
     if wrap.fused:
         optfuse.flush(optimizer)
-    fakecuda.synchronize()
+    gpu.synchronize()
     return model, optimizer
 
 
@@ -38,64 +38,73 @@ def use(model):
 # The wait is made before the update is launched
 
 
-def waited_for_stream(wrap):
-    model, optimizer = prepared(wrap)
-    b = fakecuda.stream()
-    train(model, optimizer, 1)
-    b.wait_stream(fakecuda.current())
-    wrap.pending()
-    with b:
-        yield "used", use(model)
+def after_an_update(act):
+    """A script: stream `a` has trained, and its update is not launched."""
+
+    def script(wrap):
+        model, optimizer = prepared(wrap)
+        a, b, c = (gpu.stream() for _ in range(3))
+        with a:
+            train(model, optimizer, 1)
+        wrap.pending()
+        yield from act(model, optimizer, a, b, c)
+
+    script.__name__ = act.__name__
+    return script
 
 
-def waited_for_event(wrap):
-    model, optimizer = prepared(wrap)
-    a, b, c = (fakecuda.stream() for _ in range(3))
-    with a:
-        train(model, optimizer, 1)
-        event = a.record_event()
+def uses(model, *streams):
+    for stream in streams:
+        with stream:
+            yield "used", use(model)
+
+
+@after_an_update
+def waited_for_stream(model, optimizer, a, b, c):
+    b.wait_stream(a)
+    yield from uses(model, b)
+
+
+@after_an_update
+def waited_for_event(model, optimizer, a, b, c):
+    event = a.record_event()
     b.wait_event(event)
     c.wait_event(event)
-    for stream in (b, c, a):
-        with stream:
-            yield "used", use(model)
+    yield from uses(model, b, c, a)
 
 
-def waited_for_by_the_host(wrap):
-    model, optimizer = prepared(wrap)
-    a, b = fakecuda.stream(), fakecuda.stream()
-    with a:
-        train(model, optimizer, 1)
+@after_an_update
+def waited_for_by_the_host(model, optimizer, a, b, c):
     a.synchronize()
-    wrap.pending()
-    with b:
-        yield "used", use(model)
+    yield from uses(model, b)
 
 
-def read_by_two_streams_and_then_written(wrap):
-    model, optimizer = prepared(wrap)
-    a, b, c = (fakecuda.stream() for _ in range(3))
-    with a:
-        train(model, optimizer, 1)
+@after_an_update
+def read_by_two_streams_and_then_written(model, optimizer, a, b, c):
     b.wait_stream(a)
     c.wait_stream(a)
-    for stream in (b, c):
-        with stream:
-            yield "used", use(model)
+    yield from uses(model, b, c)
     b.wait_stream(c)
     with b, torch.no_grad():
         model[0].weight.mul_(0.5)
         yield "written", model[0].weight
 
 
-def copied_to_the_host(wrap):
-    model, optimizer = prepared(wrap)
-    a, b = fakecuda.stream(), fakecuda.stream()
-    with a:
-        train(model, optimizer, 1)
+@after_an_update
+def copied_to_the_host(model, optimizer, a, b, c):
     b.wait_stream(a)
     with b:
         yield "copied", model[2].weight.cpu()
+
+
+@after_an_update
+def copied_to_the_host_without_waiting(model, optimizer, a, b, c):
+    b.wait_stream(a)
+    host = torch.empty(model[2].weight.shape, pin_memory=gpu.IS_REAL)
+    with b:
+        host.copy_(model[2].weight.detach(), non_blocking=True)
+    b.synchronize()
+    yield "copied", host
 
 
 WAITS = (
@@ -104,6 +113,7 @@ WAITS = (
     waited_for_by_the_host,
     read_by_two_streams_and_then_written,
     copied_to_the_host,
+    copied_to_the_host_without_waiting,
 )
 
 
@@ -130,168 +140,142 @@ def test_without_our_wait_it_would_not(script, monkeypatch):
 # Other resources of a pending update
 
 
-def test_state_and_gradients_are_in_order_too():
-    def script(wrap):
-        model, optimizer = prepared(wrap)
-        a, b, c = (fakecuda.stream() for _ in range(3))
+@in_order("forward")
+@after_an_update
+def test_state_and_gradients_are_in_order_too(model, optimizer, a, b, c):
+    b.wait_stream(a)
+    c.wait_stream(a)
+    with b:
+        yield "state", optimizer.state[model[2].weight]["exp_avg"]
+        yield "step", optimizer.state[model[2].weight]["step"]
+    with c:
+        yield "gradient", model[0].weight.grad
+
+
+@in_order("forward")
+@after_an_update
+def test_a_second_step_on_another_stream_comes_after_the_first(model, optimizer, a, b, c):
+    b.wait_stream(a)
+    with b:
+        optimizer.step()
+        yield "weights", list(model.parameters())
+
+
+@in_order(*MODES)
+def test_each_step_on_another_stream(wrap):
+    model, optimizer = prepared(wrap)
+    last = gpu.current()
+    for i in range(5):
+        stream = gpu.stream()
+        stream.wait_stream(last)
+        with stream:
+            train(model, optimizer, i)
+        last.wait_stream(stream)  # the gradients' memory goes back to it
+        last = stream
+    with last:
+        yield "weights", list(model.parameters())
+
+
+@in_order("forward")
+def test_step_on_another_stream_than_backward(wrap):
+    model, optimizer = prepared(wrap)
+    a, b = gpu.stream(), gpu.stream()
+    for i in range(3):
         with a:
-            train(model, optimizer, 1)
-        b.wait_stream(a)
-        c.wait_stream(a)
-        with b:
-            yield "state", optimizer.state[model[2].weight]["exp_avg"]
-            yield "step", optimizer.state[model[2].weight]["step"]
-        with c:
-            yield "gradient", model[0].weight.grad
-
-    legal(script)
-
-
-def test_a_second_step_on_another_stream_comes_after_the_first():
-    def script(wrap):
-        model, optimizer = prepared(wrap)
-        a, b = fakecuda.stream(), fakecuda.stream()
-        with a:
-            train(model, optimizer, 1)
+            backward(model, optimizer, i)
         b.wait_stream(a)
         with b:
             optimizer.step()
-            yield "weights", list(model.parameters())
-
-    legal(script)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_each_step_on_another_stream(mode):
-    def script(wrap):
-        model, optimizer = prepared(wrap)
-        last = fakecuda.current()
-        for i in range(5):
-            stream = fakecuda.stream()
-            stream.wait_stream(last)
-            with stream:
-                train(model, optimizer, i)
-            last.wait_stream(stream)  # the gradients' memory goes back to it
-            last = stream
-        with last:
-            yield "weights", list(model.parameters())
-
-    legal(script, mode)
+        a.wait_stream(b)
+    with a:
+        yield "used", use(model)
 
 
-def test_step_on_another_stream_than_backward():
-    def script(wrap):
-        model, optimizer = prepared(wrap)
-        a, b = fakecuda.stream(), fakecuda.stream()
-        for i in range(3):
-            with a:
-                backward(model, optimizer, i)
-            b.wait_stream(a)
-            with b:
-                optimizer.step()
-            a.wait_stream(b)
+@in_order("forward")
+def test_two_optimizers_on_two_streams(wrap):
+    model = net()
+    first = wrap(adamw(model.parameters()))
+    second = wrap(sgd(model[0].parameters()))
+    a, b = gpu.stream(), gpu.stream()
+    gpu.synchronize()
+    for i in range(3):
         with a:
-            yield "used", use(model)
-
-    legal(script)
-
-
-def test_two_optimizers_on_two_streams():
-    def script(wrap):
-        model = net()
-        first = wrap(adamw(model.parameters()))
-        second = wrap(sgd(model[0].parameters()))
-        a, b = fakecuda.stream(), fakecuda.stream()
-        fakecuda.synchronize()
-        for i in range(3):
-            with a:
-                train(model, first, i)
-            b.wait_stream(a)
-            with b:
-                second.step()
-            a.wait_stream(b)
-        with a:
-            yield "weights", list(model.parameters())
-
-    legal(script)
+            train(model, first, i)
+        b.wait_stream(a)
+        with b:
+            second.step()
+        a.wait_stream(b)
+    with a:
+        yield "weights", list(model.parameters())
 
 
 # Memory
 
 
-def test_gradients_of_another_stream_are_freed_when_the_update_has_run():
-    def script(wrap):
-        model, optimizer = prepared(wrap)
-        a, b = fakecuda.stream(), fakecuda.stream()
-        for i in range(3):
-            with a:
-                backward(model, optimizer, i)
-            b.wait_stream(a)
-            with b:
-                optimizer.step()
-            a.wait_stream(b)  # the last that stock needs
-            with a:
-                optimizer.zero_grad()
-            with b:
-                yield "used on its stream", model[2].weight
-            with a:  # takes the gradient's memory, if it is free
-                yield "other", torch.full((400, 8), 1.0, device=NAME)
-            a.wait_stream(b)
-
-    legal(script)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_is_deleted_while_its_update_is_pending(mode):
-    def script(wrap):
-        model, optimizer = prepared(wrap)
-        a = fakecuda.stream()
+@in_order("forward")
+def test_gradients_of_another_stream_are_freed_when_the_update_has_run(wrap):
+    model, optimizer = prepared(wrap)
+    a, b = gpu.stream(), gpu.stream()
+    for i in range(3):
         with a:
-            train(model, optimizer, 1)
-        fakecuda.current().wait_stream(a)  # the parameters' own stream
-        kept.clear()
-        del model, optimizer
-        if wrap.fused:
-            wrap.optimizers.clear()
-        gc.collect()
-        for _ in range(3):
-            yield "new memory", torch.zeros(400, 8, device=NAME)
+            backward(model, optimizer, i)
+        b.wait_stream(a)
+        with b:
+            optimizer.step()
+        a.wait_stream(b)  # the last that stock needs
+        with a:
+            optimizer.zero_grad()
+        with b:
+            yield "used on its stream", model[2].weight
+        with a:  # takes the gradient's memory, if it is free
+            yield "other", torch.full((400, 8), 1.0, device=NAME)
+        a.wait_stream(b)
 
-    legal(script, mode, prove=False)
+
+@in_order(*MODES, prove=False)
+def test_a_model_is_deleted_while_its_update_is_pending(wrap):
+    model, optimizer = prepared(wrap)
+    a = gpu.stream()
+    with a:
+        train(model, optimizer, 1)
+    gpu.current().wait_stream(a)  # the parameters' own stream
+    kept.clear()
+    del model, optimizer
+    if wrap.fused:
+        wrap.optimizers.clear()
+    gc.collect()
+    for _ in range(3):
+        yield "new memory", torch.zeros(400, 8, device=NAME)
 
 
 # Scalars on the device
 
 
-def test_a_learning_rate_on_the_device_is_that_of_its_step():
-    def script(wrap):
-        rate = torch.tensor(1e-2, device=NAME)
-        model = net()
-        optimizer = wrap(adamw(model.parameters(), lr=rate))
-        for i in range(3):
-            train(model, optimizer, i)
-            rate.mul_(0.5)  # before anything uses a parameter
-        yield "weights", list(model.parameters())
-
-    legal(script)
+@in_order("forward")
+def test_a_learning_rate_on_the_device_is_that_of_its_step(wrap):
+    rate = torch.tensor(1e-2, device=NAME)
+    model = net()
+    optimizer = wrap(adamw(model.parameters(), lr=rate))
+    for i in range(3):
+        train(model, optimizer, i)
+        rate.mul_(0.5)  # before anything uses a parameter
+    yield "weights", list(model.parameters())
 
 
-def test_a_loss_scale_is_that_of_its_step():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        scale, inf = (torch.tensor(v, device=NAME) for v in (16.0, 0.0))
-        for i in range(4):
-            optimizer.zero_grad()
-            (loss_of(model, i) * scale).backward()
-            optimizer.grad_scale, optimizer.found_inf = scale, inf
-            optimizer.step()
-            scale.mul_(2)
-            inf.fill_(float(i == 1))  # the third step is left out
-        yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
-
-    legal(script)
+@in_order("forward")
+def test_a_loss_scale_is_that_of_its_step(wrap):
+    model = net()
+    optimizer = wrap(adamw(model.parameters()))
+    scale, inf = (torch.tensor(v, device=NAME) for v in (16.0, 0.0))
+    for i in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, i) * scale).backward()
+        optimizer.grad_scale, optimizer.found_inf = scale, inf
+        optimizer.step()
+        scale.mul_(2)
+        inf.fill_(float(i == 1))  # the third step is left out
+    yield "weights", list(model.parameters())
+    yield "state", optimizer.state_dict()["state"]
 
 
 @pytest.mark.parametrize(("mode", "bucket_bytes"), [("forward", 1), *((m, 0) for m in MODES)])
@@ -340,6 +324,48 @@ def test_another_thread_tells_scalars_while_they_are_read():
     legal(script)
 
 
+@in_order(*MODES)
+def test_other_threads_infer_between_steps(wrap):
+    model, optimizer = prepared(wrap)
+    seen = []
+
+    def infer():
+        seen.append(use(model))
+        gpu.synchronize()
+
+    for i in range(4):
+        train(model, optimizer, i)
+        thread = threading.Thread(target=infer)
+        thread.start()
+        thread.join()
+        yield "output", seen[-1]
+    yield from everything(model, optimizer)
+
+
+@in_order(*MODES)
+def test_two_models_train_in_two_threads(wrap):
+    pairs, streams = [prepared(wrap) for _ in range(2)], [gpu.stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(gpu.current())
+
+    def work(pair, stream):
+        with stream:
+            for i in range(24):
+                train(*pair, i)
+
+    threads = [threading.Thread(target=work, args=one) for one in zip(pairs, streams, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for stream in streams:
+        gpu.current().wait_stream(stream)
+    for pair in pairs:
+        yield from everything(*pair)
+    for stream in streams:
+        stream.wait_stream(gpu.current())
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_a_flag_without_fused_is_refused(kind, mode):
@@ -354,81 +380,70 @@ def test_a_flag_without_fused_is_refused(kind, mode):
     assert_same("weights", list(model.state_dict().values()), before)
 
 
-def test_a_grad_scaler_adds_the_flags_of_two_devices():
-    def script(wrap):
-        models = net(f"{NAME}:0"), net(f"{NAME}:1")
-        optimizer = wrap(adamw([p for model in models for p in model.parameters()]))
-        scaler = torch.amp.GradScaler(NAME, init_scale=2.0**10, growth_interval=2)
-        for i in range(4):
-            optimizer.zero_grad()
-            for model in models:
-                loss = loss_of(model, i) * (torch.inf if i == 1 else 1.0)
-                scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        yield "weights", [list(model.parameters()) for model in models]
-        yield "state", optimizer.state_dict()["state"]
-
-    legal(script)
+@in_order("forward")
+def test_a_grad_scaler_adds_the_flags_of_two_devices(wrap):
+    models = net(f"{NAME}:0"), net(gpu.second())
+    optimizer = wrap(adamw([p for model in models for p in model.parameters()]))
+    scaler = torch.amp.GradScaler(NAME, init_scale=2.0**10, growth_interval=2)
+    for i in range(4):
+        optimizer.zero_grad()
+        for model in models:
+            loss = loss_of(model, i) * (torch.inf if i == 1 else 1.0)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    yield "weights", [list(model.parameters()) for model in models]
+    yield "state", optimizer.state_dict()["state"]
 
 
 # Devices
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_on_two_devices(mode):
-    def script(wrap):
-        first, second = net(f"{NAME}:0"), net(f"{NAME}:1")
-        optimizer = wrap(adamw([*first.parameters(), *second.parameters()]))
-        for i in range(4):
-            optimizer.zero_grad()
-            (loss_of(first, i).to(f"{NAME}:1") + loss_of(second, i)).backward()
-            optimizer.step()
-        yield "first", list(first.parameters())
-        torch.accelerator.set_device_index(1)
-        yield "second", list(second.parameters())
-        torch.accelerator.set_device_index(0)
-
-    legal(script, mode)
+@in_order(*MODES)
+def test_a_model_on_two_devices(wrap):
+    first, second = net(f"{NAME}:0"), net(gpu.second())
+    optimizer = wrap(adamw([*first.parameters(), *second.parameters()]))
+    for i in range(4):
+        optimizer.zero_grad()
+        (loss_of(first, i).to(gpu.second()) + loss_of(second, i)).backward()
+        optimizer.step()
+    yield "first", list(first.parameters())
+    torch.accelerator.set_device_index(1)
+    yield "second", list(second.parameters())
+    torch.accelerator.set_device_index(0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rate_on_one_of_two_devices(mode):
+@in_order(*MODES)
+def test_a_rate_on_one_of_two_devices(wrap):
     """In one group stock may read it in the memory of the other device; in two it does not."""
-
-    def script(wrap):
-        models = net(f"{NAME}:0"), net(f"{NAME}:1")
-        rate = torch.tensor(1e-2, device=NAME)
-        groups = [{"params": list(model.parameters())} for model in models]
-        if wrap.fused:
-            groups = [{"params": [p for group in groups for p in group["params"]]}]
-        optimizer = wrap(adamw(groups, lr=rate))
-        for i in range(4):
-            optimizer.zero_grad()
-            for model in models:
-                loss_of(model, i).backward()
-            optimizer.step()
-        yield "weights", [list(model.parameters()) for model in models]
-
-    legal(script, mode)
+    models = net(f"{NAME}:0"), net(gpu.second())
+    rate = torch.tensor(1e-2, device=NAME)
+    groups = [{"params": list(model.parameters())} for model in models]
+    if wrap.fused:
+        groups = [{"params": [p for group in groups for p in group["params"]]}]
+    optimizer = wrap(adamw(groups, lr=rate))
+    for i in range(4):
+        optimizer.zero_grad()
+        for model in models:
+            loss_of(model, i).backward()
+        optimizer.step()
+    yield "weights", [list(model.parameters()) for model in models]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_current_device_may_be_another_one(mode):
-    def script(wrap):
-        model = net(f"{NAME}:1")
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)  # on device 0
-        yield "weights", list(model.parameters())
-
-    legal(script, mode)
+@in_order(*MODES)
+def test_the_current_device_may_be_another_one(wrap):
+    model = net(gpu.second())
+    optimizer = wrap(adamw(model.parameters()))
+    for i in range(3):
+        train(model, optimizer, i)  # on device 0
+    yield "weights", list(model.parameters())
 
 
 def visits_of_steps(steps=3):
     """How often our events went to their device from another one."""
+    gpu.only_played()
     visits = 0
-    model, other = net(f"{NAME}:1"), fakecuda.stream(1)
+    model, other = net(gpu.second()), gpu.stream(1)
     optimizer = optfuse.fuse(adamw(model.parameters()))
     for i in range(steps):
         backward(model, optimizer, i)  # with events of the engine's
@@ -439,7 +454,7 @@ def visits_of_steps(steps=3):
         torch.accelerator.set_device_index(0)
         optfuse.flush(optimizer)
         visits += torch.ops.fakecuda.visits() - before
-        fakecuda.synchronize(1)
+        gpu.synchronize(1)
     return visits
 
 
@@ -447,27 +462,25 @@ def test_no_step_makes_a_context_on_a_device_that_is_only_current():
     assert visits_of_steps() == 0
 
 
-def test_a_learning_rate_on_the_device_reaches_each_stream_of_backward():
-    def script(wrap):
-        rate = torch.tensor(1e-2, device=NAME)
-        models, sides = [net(), net()], [fakecuda.stream(), fakecuda.stream()]
-        optimizer = wrap(adamw([p for m in models for p in m.parameters()], lr=rate))
-        for i in range(3):
-            for side in sides:
-                side.wait_stream(fakecuda.current())
-            optimizer.zero_grad()  # frees gradients that are the sides'
-            losses = []
-            for model, side in zip(models, sides, strict=True):
-                with side:
-                    losses.append(loss_of(model, i))
-                fakecuda.current().wait_stream(side)
-            sum(losses).backward()
-            optimizer.step()
-        yield "weights", [list(model.parameters()) for model in models]
+@in_order("backward", prove=False)
+def test_a_learning_rate_on_the_device_reaches_each_stream_of_backward(wrap):
+    rate = torch.tensor(1e-2, device=NAME)
+    models, sides = [net(), net()], [gpu.stream(), gpu.stream()]
+    optimizer = wrap(adamw([p for m in models for p in m.parameters()], lr=rate))
+    for i in range(3):
         for side in sides:
-            side.wait_stream(fakecuda.current())
-
-    legal(script, "backward", prove=False)
+            side.wait_stream(gpu.current())
+        optimizer.zero_grad()  # frees gradients that are the sides'
+        losses = []
+        for model, side in zip(models, sides, strict=True):
+            with side:
+                losses.append(loss_of(model, i))
+            gpu.current().wait_stream(side)
+        sum(losses).backward()
+        optimizer.step()
+    yield "weights", [list(model.parameters()) for model in models]
+    for side in sides:
+        side.wait_stream(gpu.current())
 
 
 def is_marked(p):
@@ -476,6 +489,7 @@ def is_marked(p):
 
 def test_step_after_backward_takes_the_marks_off():
     """Each use of a marked weight costs a look-up."""
+    gpu.only_played()
     drain_all()  # those of other tests: marks stay while anything is in flight
     model = net()
     params = list(model.parameters())
@@ -488,6 +502,7 @@ def test_step_after_backward_takes_the_marks_off():
 
 
 def test_a_use_after_the_fence_takes_all_marks_off():
+    gpu.only_played()
     drain_all()
     model = net()
     params = list(model.parameters())
@@ -508,17 +523,15 @@ def test_a_use_after_the_fence_takes_all_marks_off():
     assert not any(map(is_marked, params))
 
 
-def test_marks_of_another_optimizers_updates_stay():
-    def script(wrap):
-        p = torch.ones(300, device=NAME, requires_grad=True)
-        pending = wrap(adamw([p]))
-        in_backward = wrap(adamw([p]), mode="backward")
-        for _ in range(3):
-            p.grad = torch.ones_like(p)
-            pending.step()
-            pending.zero_grad()
-            wrap.pending(pending)
-            in_backward.step()  # has no gradient
-            yield "weight", p + 1
-
-    legal(script)
+@in_order("forward")
+def test_marks_of_another_optimizers_updates_stay(wrap):
+    p = torch.ones(300, device=NAME, requires_grad=True)
+    pending = wrap(adamw([p]))
+    in_backward = wrap(adamw([p]), mode="backward")
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        pending.step()
+        pending.zero_grad()
+        wrap.pending(pending)
+        in_backward.step()  # has no gradient
+        yield "weight", p + 1

@@ -12,10 +12,10 @@ OPTIONS = b" lr beta1 beta2 eps weight_decay"
 SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
-import fakecuda
-fakecuda.load()
+import gpu
+gpu.load()
 import torch, optfuse
-p = torch.ones(4, device=fakecuda.NAME, requires_grad=True)
+p = torch.ones(4, device=gpu.NAME, requires_grad=True)
 optimizer = optfuse.fuse(torch.optim.AdamW([p], fused=True))
 p.grad = torch.ones_like(p)
 optimizer.step()

@@ -2,12 +2,15 @@
 """Training on a GPU that the CPU plays: the bits of torch.optim with fused=True,
 which this device computes by the plain C rows of that reference."""
 
-import fakecuda
+import functools
+
+import gpu
 import pytest
 import torch
-from common import adamw, refused, sgd
-from fakecuda import NAME
-from legal import legal, loss_of, net, settle, to_host, train
+from common import adamw, everything, refused, sgd
+from gpu import NAME
+from legal import in_order, legal, loss_of, net, settle, to_host, train
+from test_fake_device import conv_net, images, transformer, words
 
 import optfuse
 
@@ -73,33 +76,27 @@ def test_a_gradient_that_is_another_parameter_is_refused(make, reader, owner):
     assert not any(map(torch.equal, before, params))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", (adamw, sgd))
-def test_an_option_that_becomes_a_tensor_on_the_device(make, mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.5 + i, device=NAME)
-        yield "weights", list(model.parameters())
-
-    legal(script, mode)
+@in_order(*MODES)
+def test_an_option_that_becomes_a_tensor_on_the_device(wrap, make):
+    model = net()
+    optimizer = wrap(make(model.parameters()))
+    for i in range(STEPS):
+        train(model, optimizer, i)
+        optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.5 + i, device=NAME)
+    yield "weights", list(model.parameters())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_of_the_host_and_of_the_device(mode):
-    def script(wrap):
-        here, there = net("cpu"), net()
-        optimizer = wrap(adamw([*here.parameters(), *there.parameters()]))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            (loss_of(here, i).to(NAME) + loss_of(there, i)).backward()
-            optimizer.step()
-        yield "here", list(here.parameters())
-        yield "there", list(there.parameters())
-
-    legal(script, mode)
+@in_order(*MODES)
+def test_parameters_of_the_host_and_of_the_device(wrap):
+    here, there = net("cpu"), net()
+    optimizer = wrap(adamw([*here.parameters(), *there.parameters()]))
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        (loss_of(here, i).to(NAME) + loss_of(there, i)).backward()
+        optimizer.step()
+    yield "here", list(here.parameters())
+    yield "there", list(there.parameters())
 
 
 def test_step_counters_of_the_host():
@@ -119,34 +116,66 @@ def test_step_counters_of_the_host():
     assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
 
 
-def test_a_scaled_loss():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = torch.amp.GradScaler(NAME, init_scale=2.0**100, growth_interval=2)
-        for i in range(6):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            yield "scale", scaler.get_scale()
-            if i % 2:
-                yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
+def recurrent():
+    return torch.nn.LSTM(10, 5, 2)
 
-    legal(script)
+
+def sequences():
+    return torch.randn(4, 3, 10), torch.randn(4, 3, 5)
+
+
+KINDS = {
+    "convolutions": (conv_net, images),
+    "transformer": (transformer, words),
+    "recurrent": (recurrent, sequences),
+}
+adam = functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True, fused=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", [adamw, sgd, adam], ids=["AdamW", "SGD", "Adam"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_models(kind, make, autocast, mode):
+    build, inputs = KINDS[kind]
+    if kind == "recurrent" or autocast:
+        gpu.only_real()
+
+    def script(wrap):
+        model = build().to(NAME)
+        optimizer = wrap(make(model.parameters()))
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            x = inputs()[0].to(NAME)
+            with torch.autocast(NAME, torch.bfloat16, enabled=autocast):
+                y = model(x)
+                loss = (y[0] if isinstance(y, tuple) else y).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            yield "loss", loss
+        yield from everything(model, optimizer)
+
+    # cuDNN keeps a recurrent network's weights in one piece, so that they are shared.
+    legal(script, mode, prove=kind != "recurrent")
+
+
+@in_order("forward")
+def test_a_scaled_loss(wrap):
+    model = net()
+    optimizer = wrap(adamw(model.parameters()))
+    scaler = torch.amp.GradScaler(NAME, init_scale=2.0**100, growth_interval=2)
+    for i in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, i)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        yield "scale", scaler.get_scale()
+        if i % 2:
+            yield "weights", list(model.parameters())
+    yield "state", optimizer.state_dict()["state"]
 
 
 # The cost
-
-
-def launched(work):
-    """The kernels of ours that run meanwhile."""
-    torch.ops.fakecuda.set_logging(True)
-    work()
-    names = [text.split()[0] for text in torch.ops.fakecuda.launches()]
-    torch.ops.fakecuda.set_logging(False)
-    return [name for name in names if name.startswith("of_cuda_")]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -161,7 +190,7 @@ def test_a_small_model_is_updated_by_one_launch(mode):
         with torch.no_grad():
             loss_of(model, 2)
 
-    names = launched(work)
+    names = gpu.kernels(work)
     assert names == ["of_cuda_advance_steps", "of_cuda_adam_float32_3_small"], names
 
 
@@ -176,26 +205,22 @@ def test_steps_are_counted_once_a_step_and_not_with_each_bucket():
         with torch.no_grad():
             loss_of(model, 2)
 
-    names = launched(work)
+    names = gpu.kernels(work)
     assert names.count("of_cuda_advance_steps") == 1, names
     assert names.count("of_cuda_adam_float32_3_small") == len(list(model.parameters())), names
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_counter_that_is_read_between_two_buckets(mode):
+@in_order(*MODES)
+def test_a_counter_that_is_read_between_two_buckets(wrap):
     """It was counted with the others; nobody sees that before its own update."""
-
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()), bucket_bytes=1)
-        params = list(model.parameters())
-        for i in range(3):
-            train(model, optimizer, i)
-            yield "first", params[0].detach().sign()
-            yield "counters", [optimizer.state[p]["step"].clone() for p in params[::-2]]
-            yield "weights", [p.detach().sign() for p in params]
-
-    legal(script, mode)
+    model = net()
+    optimizer = wrap(adamw(model.parameters()), bucket_bytes=1)
+    params = list(model.parameters())
+    for i in range(3):
+        train(model, optimizer, i)
+        yield "first", params[0].detach().sign()
+        yield "counters", [optimizer.state[p]["step"].clone() for p in params[::-2]]
+        yield "weights", [p.detach().sign() for p in params]
 
 
 def test_backward_mode_keeps_no_gradients():
@@ -206,8 +231,8 @@ def test_backward_mode_keeps_no_gradients():
         train(model, optimizer, 0)
         optimizer.zero_grad()
         loss_of(model, 1).backward()
-        fakecuda.synchronize()
-        return torch.ops.fakecuda.bytes_in_use(0)
+        gpu.synchronize()
+        return gpu.bytes_in_use()
 
     stock = in_use(lambda optimizer: optimizer)
     ours = in_use(lambda optimizer: optfuse.fuse(optimizer, mode="backward"))

@@ -2,9 +2,6 @@
 // kernel_bench: on a machine with a GPU, the bandwidth of the update kernels
 // beside that of a kernel with the same streams of reads and writes and no
 // arithmetic, one after the other in one run.
-//
-//   kernel_bench
-//   kernel_bench --sweep    by the elements of a block and the bytes of a bucket
 #include <algorithm>
 #include <string.h>
 #include <vector>
@@ -135,44 +132,9 @@ static void measure(const task &t) {
     free_streams(s);
 }
 
-// A step in buckets, one launch each: GB/s by the elements of a block, 0: as the library
-// chooses. Not only the GPU's time: where buckets are small the host is in it.
-static void sweep(const char *rule, of_dtype dtype) {
-    const size_t n = size_t(1) << 26, size = of_dtype_size(dtype);
-    for (size_t mebibytes : {2, 8, 64}) {
-        const task t = {rule, dtype, n, (int)(n * size / (mebibytes << 20))};
-        const streams s = streams_of(t);
-        const std::vector<of_cuda_entry> entries = entries_of(t, s);
-        of_cuda_update update = update_of(t);
-        printf("%-5s %-9s %6zu MiB", rule, of_dtype_name(dtype), mebibytes);
-        for (uint32_t chunk : {0, 512, 1024, 2048, 4096, 8192}) {
-            std::vector<float> took;
-            const auto step = [&] {
-                for (const of_cuda_entry &entry : entries)
-                    launch(update, &entry, 1);
-            };
-            update.chunk = chunk;
-            gpu_warm_up(step);
-            for (int i = 0; i < RUNS / 4; i++)
-                took.push_back(gpu_milliseconds(step));
-            printf(" %9.1f", 1e-6 * (double)(n * size) * (2 * s.n - 1) / median(took));
-        }
-        printf("\n");
-        free_streams(s);
-    }
-}
-
-int main(int argc, char **argv) {
+int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     gpu_open();
-    if (argc > 1 && strcmp(argv[1], "--sweep") == 0) {
-        printf("%-15s %10s %9s %9s %9s %9s %9s %9s\n", "GB/s", "bucket", "chosen", "512", "1024",
-               "2048", "4096", "8192");
-        for (const char *rule : {"adam", "sgd"})
-            for (of_dtype dtype : {OF_FLOAT32, OF_FLOAT64, OF_BFLOAT16})
-                sweep(rule, dtype);
-        return 0;
-    }
     printf("%-15s %18s %10s %10s %7s\n", "", "elements, tensors", "GB/s", "no math", "share");
     for (const char *rule : {"adam", "sgd"})
         for (of_dtype dtype : {OF_FLOAT32, OF_BFLOAT16})

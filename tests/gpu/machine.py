@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The needs of tests/gpu/run: a Python with torch, the toolkit,
+"""The needs of tests/gpu/run: a Python with torch and pytest, the toolkit,
 the build tools. Nothing is installed; what is missing is said."""
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def look() -> Machine:
     """Exits where this Python has no torch that works."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("OPTFUSE_")}
     kept["PATH"] = search_path()
+    if not importlib.util.find_spec("pytest"):
+        sys.exit(f"error: pytest runs the checks, and {sys.executable} has none")
     done = subprocess.run([sys.executable, "-c", ASK], env=kept, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(

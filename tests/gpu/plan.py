@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from judge import (
     judge_benchmark,
     judge_controls,
     judge_sanitizers,
-    judge_scenarios,
+    judge_tests,
 )
 from machine import Machine
 from part import FAILED, NOT_RUN, OK, Command, Part, Ran, Verdict, judge_by_status
@@ -27,26 +25,31 @@ from results import Results
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from on_devices import LAYERS, PROMISES  # noqa: E402
+from on_devices import BITS, LAYERS, PROMISES  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = "9"  # exit status of compute-sanitizer where it found something
-#: Scenarios at a time; each has a thread of its own, and one waits for the GPU.
+#: Tests at a time; each has a thread of its own, and one waits for the GPU.
 PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
 PROGRAMS = 60  # random ones, of each process
+GPU_BITS = ["test_gpu_bits", "test_gpu_rules", "test_gpu_native"]
+TRANSPARENCY = ["test_streams", "test_side_stream", "test_training", "test_clipping"]
+TRANSPARENCY += ["test_graphs", "test_memory", "test_profile"]
+READS = "python/forward/test_reads.py::test_"
 ALWAYS = {
-    "key": "weight read by clone",
-    "raw": "state read by torch.save",
-    "privacy": "aliases held across steps",
-    "factors": "clipping left to the update",
+    "key": READS + "weights_read_while_pending[clone]",
+    "raw": READS + "state_read_while_pending[torch.save]",
+    "privacy": READS + "aliases_held_across_steps_see_every_update[after fuse-slice]",
+    "factors": "python/clipping/test_clip.py::test_clip_and_step[0.05-float32-adamw]",
 }
-#: Guard, and the scenario that breaks without it: a test that can fail.
+#: Guard, and the test that fails without it: one that can fail.
 CONTROLS = {
     "cpu": ALWAYS,
     "cuda": {
         **ALWAYS,
-        "graphs": "forward and backward in a graph and step outside",
-        "streams": "first use on another stream that waited before",
+        "graphs": "device/test_graphs.py::test_forward_and_backward_in_a_graph[None]",
+        "streams": "device/test_streams.py::test_a_use_on_another_stream_comes_after_the_update"
+        "[waited_for_stream-forward]",
     },
 }
 
@@ -64,7 +67,6 @@ class Plan:
     device: str
     quick: bool
     built: Path | None
-    scratch: Path
     results: Results
     until: float  # of time.monotonic(): the end of the whole run
     environment: dict[str, str] = field(init=False)
@@ -104,34 +106,28 @@ class Plan:
     def python(self, script: str, *arguments: str, **variables: str) -> Command:
         return Command([sys.executable, str(self.root / script), *arguments], variables)
 
-    def scenarios(self, part: str, *arguments: str, **variables: str) -> Command:
-        quick = ["--quick"] if self.quick else []
-        given = (part, "--device", self.device, *quick, *arguments)
-        return self.python("tests/gpu/scenarios.py", *given, **variables)
+    def tests(self, *arguments: str, **variables: str) -> Command:
+        """Of pytest, on the device."""
+        where = {"OPTFUSE_TEST_ON": "cuda"} if self.on_gpu else {}
+        pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+        return Command([*pytest, *arguments], where | variables)
 
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    def collect(self) -> None:
-        """Takes over what the parts found out as JSON."""
-        for path in sorted(self.scratch.glob("*.json")):
-            with contextlib.suppress(ValueError):  # of a part that was ended while it wrote
-                self.results.details[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-
 
 Maker = Callable[[Plan], Part | None]
 
-#: Scenarios that each call runs after the build; None: without --call.
 CALLS = ("quick", "full", "deep")
 
 
 def sequence(call: str | None) -> list[tuple[Maker, float]]:
-    """Parts, and the seconds that are kept for each by those before it."""
-    quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0), (trace, 35.0)]
+    """Parts after the build, and the seconds that are kept for each by those before it."""
+    quick = [(kernels, 30.0), (bits, 60.0), (bandwidth, 40.0), (benchmark, 150.0)]
     full = [(recorded, 100.0), (bits, 150.0), (transparency, 100.0), (controls, 45.0)]
     full += [(random_programs, 40.0)]
-    deep = [(sanitizers, 100.0), (sweep, 60.0), (large_batches, 120.0), (packing, 20.0)]
-    deep += [(recorded_times, 30.0), (layers, 60.0), (promises, 60.0), (from_ptx, 60.0)]
+    deep = [(sanitizers, 100.0), (recorded_times, 30.0), (layers, 60.0), (promises, 60.0)]
+    deep += [(from_ptx, 60.0)]
     short = [*quick, *full[3:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -219,46 +215,47 @@ def sanitizers(plan: Plan) -> Part:
     return Part(name, commands, 240, CHECKS, judge_sanitizers, together=True)
 
 
-def scenarios(plan: Plan, part: str, title: str, limit: float, most: int = PROCESSES) -> Part:
-    processes = min(most, PROCESSES) if plan.on_gpu else 1
+def tests(
+    plan: Plan,
+    title: str,
+    limit: float,
+    python: Sequence[str] = (),
+    device: Sequence[str] = (),
+    chosen: Sequence[str] = (),
+) -> Part:
+    """Files of tests/python, which make on the device whatever they make (see tests/on_devices.py),
+    and of tests/device, which are for GPUs only."""
+    share = plan.on_gpu and importlib.util.find_spec("xdist")
+    together = ["-n", str(PROCESSES), "--dist", "worksteal"] if share else []
     commands = []
-    for i in range(processes):
-        where = str(plan.scratch / f"{part}-{i}.json")
-        commands.append(plan.scenarios(part, "--share", f"{i}/{processes}", "--json", where))
-    return Part(title, commands, limit, CHECKS, judge_scenarios, together=True)
+    for folder, names in (("python", python), ("device", device if plan.on_gpu else ())):
+        paths = [str(plan.root / "tests" / folder / f"{name}.py") for name in names]
+        commands += [plan.tests(*together, *paths, *chosen)] if paths else []
+    return Part(title, commands, limit, CHECKS, judge_tests)
 
 
 def bits(plan: Plan) -> Part:
-    limit = 120.0 if plan.quick else 280.0
-    return scenarios(plan, "bits", "bits of stock fused=True", limit)
+    quick = ["-k", "float32"] if plan.quick else []
+    return tests(plan, "bits of stock", 120.0 if plan.quick else 280.0, BITS, GPU_BITS, quick)
 
 
 @on_gpu
 def recorded(plan: Plan) -> Part:
-    return scenarios(plan, "recorded", "recorded steps", 150.0)
+    chosen = ["-k", "only_steps or operators or styles"]
+    return tests(plan, "recorded steps", 150.0, device=["test_gpu_recorded"], chosen=chosen)
 
 
+@on_gpu
 def transparency(plan: Plan) -> Part:
-    limit = 110.0 if plan.quick else 180.0
-    return scenarios(plan, "transparency", "transparency", limit)
-
-
-def on_the_device(plan: Plan, name: str, files: list[str]) -> Part:
-    """Tests of tests/python, which make there whatever they make; see tests/on_devices.py."""
-    paths = [str(plan.root / "tests" / "python" / f"{file}.py") for file in files]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
-    if plan.on_gpu and importlib.util.find_spec("xdist"):
-        pytest += ["-n", str(PROCESSES), "--dist", "worksteal"]
-    where = {"OPTFUSE_TEST_ON": "cuda"} if plan.on_gpu else {}
-    return Part(name, [Command(pytest, where)], 150.0, CHECKS)
+    return tests(plan, "transparency", 180.0, device=TRANSPARENCY)
 
 
 def layers(plan: Plan) -> Part:
-    return on_the_device(plan, "K-FAC and another order of backward", LAYERS)
+    return tests(plan, "K-FAC and another order of backward", 150.0, LAYERS, ["test_packing"])
 
 
 def promises(plan: Plan) -> Part:
-    return on_the_device(plan, "tests of promises", PROMISES)
+    return tests(plan, "tests of promises", 150.0, PROMISES)
 
 
 @on_gpu
@@ -272,33 +269,25 @@ def random_programs(plan: Plan) -> Part:
     return Part("random programs", commands, 120.0, CHECKS, together=True)
 
 
-@on_gpu
-def packing(plan: Plan) -> Part:
-    command = plan.python("tests/gpu/packing.py", "--device", plan.device)
-    return Part("packing of factors", [command], 45, MEASURED, judge_last)
-
-
 def recorded_times(plan: Plan) -> Part:
     command = plan.python("tests/gpu/recorded_times.py", "--device", plan.device)
     return Part("times of recorded classes", [command], 60, MEASURED, judge_last)
 
 
 def controls(plan: Plan) -> Part:
-    """The same scenarios in the test-only build: all kept, and each broken without
-    its guard."""
+    """The same tests in the test-only build: all kept, and each broken without its guard."""
     name = "negative controls"
     if not plan.guards:
         missing = Verdict(FAILED, "the build has no library with switchable guards")
         return Part(name, [], 0, CHECKS, lambda _: missing)
 
-    def without(guard: str, *scenarios: str) -> Command:
+    def without(guard: str, *tests: str) -> Command:
         variables = {"OPTFUSE_LIBRARY": str(plan.guards), "OPTFUSE_TEST_GUARDS_OFF": guard}
-        only = [word for scenario in scenarios for word in ("--only", scenario)]
-        return plan.scenarios("transparency", "--mode", "forward", *only, **variables)
+        return plan.tests(*(str(plan.root / "tests" / test) for test in tests), **variables)
 
     chosen = CONTROLS[plan.device]
     commands = [without("", *chosen.values())]
-    commands += [without(guard, scenario) for guard, scenario in chosen.items()]
+    commands += [without(guard, test) for guard, test in chosen.items()]
     return Part(name, commands, 60, CHECKS, judge_controls, together=True)
 
 
@@ -334,31 +323,9 @@ def benchmark(plan: Plan) -> Part:
 
 
 @on_gpu
-def large_batches(plan: Plan) -> Part:
-    how = ["--section", "cells", "--batch-from", "64", "--no-compiled", "--seconds", "8"]
-    return measured(plan, "large batches", {"adamw": how})
-
-
-@on_gpu
 def bandwidth(plan: Plan) -> Part:
     bench = [Command([plan.program("kernel_bench")])]
     return Part("kernel bandwidth", bench, 60, MEASURED, judge_bandwidth)
-
-
-@on_gpu
-def sweep(plan: Plan) -> Part:
-    """Nothing to pass: which sizes are best is what it is to find."""
-    bench = [Command([plan.program("kernel_bench"), "--sweep"])]
-    return Part("sizes of blocks and buckets", bench, 90, MEASURED, judge_last)
-
-
-def trace(plan: Plan) -> Part:
-    out = str(plan.results.folder / "trace.json.gz")
-    found = str(plan.scratch / "trace.json")
-    command = plan.python(
-        "tests/gpu/trace_updates.py", "--device", plan.device, "--out", out, "--json", found
-    )
-    return Part("trace of the updates", [command], 60, MEASURED, judge_last)
 
 
 def judge_last(ran: list[Ran]) -> Verdict:

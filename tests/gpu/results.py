@@ -10,21 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from part import FAILED, Part, Ran, Verdict
 
 LARGEST = 15 << 20  # bytes of one file
 MOST_FILES = 12
-OURS = (
-    "summary.txt",
-    "results.json",
-    "build.log",
-    "checks.log",
-    "measurements.log",
-    "benchmark/*.json",
-    "trace.json.gz",
-)
+OURS = ("summary.txt", "results.json", "build.log", "checks.log", "measurements.log")
+OURS += ("benchmark/*.json",)
 
 
 @dataclass
@@ -44,7 +36,6 @@ class Results:
         self.began = time.monotonic()
         self.machine: dict[str, str] = {}
         self.rows: list[Row] = []
-        self.details: dict[str, Any] = {}
         self.begins: dict[str, int] = {}  # where in a log a part that runs now begins
         folder.mkdir(parents=True, exist_ok=True)
         for old in self.files():
@@ -103,11 +94,7 @@ class Results:
 
     def write(self) -> None:
         (self.folder / "summary.txt").write_text(self.text(), encoding="utf-8")
-        whole = {
-            "machine": self.machine,
-            "parts": [asdict(row) for row in self.rows],
-            "details": self.details,
-        }
+        whole = {"machine": self.machine, "parts": [asdict(row) for row in self.rows]}
         data = json.dumps(whole, indent=1)
         (self.folder / "results.json").write_text(data + "\n", encoding="utf-8")
 

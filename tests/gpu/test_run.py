@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""tests/gpu/run and what it runs, as far as no GPU is needed: verdicts, time
-limits, files; and that a broken promise is a failed scenario."""
+"""tests/gpu/run and what it runs, as far as no GPU is needed: verdicts, time limits, files."""
 
 from __future__ import annotations
 
@@ -14,14 +13,10 @@ from typing import Any
 import judge
 import part as parts
 import pytest
-import torch
-import trace_updates as tracing
-from harness import FAILED, PASSED, UNSURE, On, Scenario, common, play
-from part import Command, Part, Ran, Verdict
+from part import FAILED, Command, Part, Ran, Verdict
 from results import LARGEST, Results
 
 HERE = Path(__file__).resolve().parent
-CPU = On(torch.device("cpu"), "forward", quick=True)
 
 
 def python(code: str) -> Command:
@@ -114,10 +109,11 @@ def test_a_cell_slower_than_fused_is_missed(tmp_path: Path, high: float, word: s
     assert judge.judge_benchmark([ran("x")], tmp_path).word == FAILED
 
 
-def test_scenarios_name_what_failed() -> None:
-    text = "passed  a\nFAILED     0.01 s  b (forward)\n    why\n1 FAILED, 1 passed"
-    verdict = judge.judge_scenarios([ran("1 passed"), ran(text, 1)])
-    assert verdict.word == FAILED and "b (forward)" in verdict.why
+def test_a_failed_test_is_named() -> None:
+    text = "a.py::b PASSED\nFAILED a.py::c - AssertionError: why\n== 1 failed, 1 passed in 1s =="
+    verdict = judge.judge_tests([ran("1 passed"), ran(text, 1)])
+    assert verdict.word == FAILED and "a.py::c" in verdict.why
+    assert judge.judge_tests([ran("no tests ran", 5)]).word == FAILED
 
 
 # Files
@@ -144,50 +140,6 @@ def test_only_files_of_ours_are_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["precious.log"]
 
 
-# Scenarios
-
-
-def outcome(body: Any, on: On = CPU) -> str:
-    return play(Scenario("x", body, ("cpu",), ("forward",), False), on).verdict
-
-
-def test_a_script_that_differs_from_stock_fails() -> None:
-    def script(wrap: Any) -> Any:
-        model = CPU.net()
-        optimizer = wrap(common.adamw(model.parameters()))
-        CPU.train(model, optimizer, 0)
-        yield "weight", model[0].weight.detach() * (1.001 if wrap.fused else 1.0)
-
-    assert outcome(lambda on: on.same(script)) == FAILED
-
-
-def test_a_script_without_an_update_fails() -> None:
-    assert outcome(lambda on: on.same(lambda wrap: iter([("nothing", 1)]))) == FAILED
-
-
-def test_a_script_that_stock_does_not_repeat_is_not_judged() -> None:
-    calls = iter(range(10))
-    assert outcome(lambda on: on.same(lambda wrap: iter([("number", next(calls))]))) == UNSURE
-
-
-def test_an_exception_is_a_failure_and_a_quiet_end_is_none() -> None:
-    assert outcome(lambda on: 1 / 0) == FAILED
-    assert outcome(lambda on: None) == PASSED
-
-
-def test_nothing_run_is_no_success() -> None:
-    command = [
-        sys.executable,
-        HERE / "scenarios.py",
-        "bits",
-        "--device",
-        "cpu",
-        "--only",
-        "no such",
-    ]
-    assert subprocess.run(command, capture_output=True).returncode == 2
-
-
 # Times
 
 
@@ -198,35 +150,3 @@ def test_recorded_classes_are_timed_and_their_bits_compared() -> None:
     head, *rows = [line.split() for line in done.stdout.splitlines()]
     assert head[:3] == ["ms", "own", "recorded"] and len(rows) == 8
     assert all(float(took) > 0 for row in rows for took in row[-2:])
-
-
-# Traces
-
-
-def event(name: str, ts: float, dur: float = 1, cat: str = "user_annotation", **args: Any) -> Any:
-    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "args": args}
-
-
-def trace_of(launch: float) -> list[Any]:
-    """One backward run: forward 10 to 20, backward 30 to 40, step 50 to 60."""
-    phases = [("forward", 10), ("backward", 30), ("step", 50)]
-    return [
-        event("run: backward", 0, 100),
-        *(event(f"backward: {name}", at, 10) for name, at in phases),
-        event("optfuse::adam 2 parameters", launch),
-        event("cuLaunchKernel", launch, cat="cuda_driver", correlation=7),
-        event("of_adam_float32", 90, cat="kernel", correlation=7),
-    ]
-
-
-def wrong(events: list[Any]) -> list[str]:
-    problems = tracing.problems(tracing.summarize(events), "cuda")
-    return [line for line in problems if line.startswith("backward")]
-
-
-def test_a_trace_says_in_which_phase_a_kernel_was_launched() -> None:
-    found = tracing.summarize(trace_of(launch=35))["backward"]
-    assert found == {"our ranges": {"backward": 1}, "our kernels": {"backward": 1}}
-    assert not wrong(trace_of(launch=35))
-    assert wrong(trace_of(launch=55)), "an update inside step() must be a problem"
-    assert wrong(trace_of(launch=35)[:-3]), "no update at all must be a problem"

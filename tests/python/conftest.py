@@ -38,8 +38,10 @@ def quicker_collections(quick_collections):
 def one_thread():
     """Everything here is tiny; a pool of threads would only wait for itself."""
     torch.set_num_threads(1)
+    on_device.settle()
     yield
     gc.collect()  # what a test leaves behind must not run into the next one
+    on_device.nothing_is_left_open()
 
 
 @pytest.fixture(scope="module")

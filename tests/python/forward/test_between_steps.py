@@ -44,6 +44,7 @@ WRITES = {
     "mul_ of data": lambda p: p.data.mul_(0.9),
     "copy_ into data": lambda p: p.data.copy_(p.detach() * 0.5),
     "copy_ of a constant": lambda p: p.copy_(torch.ones_like(p)),
+    "copy_ from the host": lambda p: p.copy_(torch.full(p.shape, 0.1, device="cpu")),
     "zero_": lambda p: p.zero_(),
     "fill_ one element": lambda p: p.view(-1)[:1].fill_(3.0),
     "item assignment": lambda p: p.__setitem__(0, 0.25),

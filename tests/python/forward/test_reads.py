@@ -77,6 +77,7 @@ READS = {
     "storage": lambda t: t.storage().tolist(),
     "set_": set_into,
     "copy_ from": lambda t: torch.zeros(t.shape).copy_(t.detach()),
+    "to the host": lambda t: t.cpu(),
     "deepcopy": lambda t: copy.deepcopy(t.detach()),
     "copy": lambda t: copy.copy(t.detach()),
     "torch.save": saved_and_loaded,

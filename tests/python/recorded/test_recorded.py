@@ -179,6 +179,7 @@ def gradients_in_one_memory(world):
     for i in range(4):
         torch.manual_seed(i)
         flat, at = torch.randn(sum(p.numel() for p in world.params)), 0
+        flat = flat.to(world.params[0].device)
         for p in world.params:
             p.grad = flat[at : at + p.numel()].view_as(p)
             at += p.numel()
