@@ -2,7 +2,7 @@
 """Tests of tests/python that are run on a device, too: on a GPU that the CPU plays by tests/run,
 on a GPU by tests/gpu/run. See tests/python/on_device.py."""
 
-BITS = ["numerics/test_bits"]
+BITS = ["numerics/test_bits"]  # on a GPU only: tests/device/test_gpu_bits.py is for the played one
 LAYERS = ["kfac/test_kfac", "kfac/test_kfac_training", "reorder/test_reorder"]
 PROMISES = ["fuse/test_optimizer", "fuse/test_step_hooks", "fuse/test_inputs"]
 PROMISES += ["fuse/test_layouts"]

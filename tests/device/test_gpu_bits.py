@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Equal means equal bits, where numbers of an update are the GPU's: recorded gradients against
-fused=True. (tests/python/numerics/test_bits.py has the options, and is played on GPUs, too.)"""
+fused=True. (tests/python/numerics/test_bits.py has the options, and runs on a real GPU, too.)"""
 
 import gpu
 import pytest
@@ -56,6 +56,8 @@ def capturable(options):
 
 #: Options of the groups, sizes, gradients, and the optimizer.
 WAYS = {
+    "every option": (list, SIZES, None, unchanged),
+    "some options": (lambda options: options[1::3], SIZES, with_nan_and_inf, unchanged),
     "lr in tensors": (rates, SIZES, None, unchanged),
     "capturable": (capturable, SIZES, None, unchanged),
     "bfloat16 state": (list, SIZES, None, with_narrow_state),
@@ -70,7 +72,8 @@ CASES = [
     for way in WAYS
     for name in ("SGD", "Adam", "AdamW")
     for dtype in DTYPES
-    if (name != "SGD" or way == "lr in tensors") and (not MARKS[way] or dtype is torch.float32)
+    if name != "SGD" or way in ("every option", "some options", "lr in tensors")
+    if dtype is torch.float32 or not (MARKS[way] or way == "every option")
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import Fused, Stock, adamw, batch, sgd
 from gpu import NAME
-from legal import net
+from legal import in_order, net, train
 from torch import nn
 
 import optfuse
@@ -102,3 +102,21 @@ def test_no_step_waits_for_the_device(make, mode, clips):
 def test_waiting_would_be_noticed():
     with pytest.raises(RuntimeError), no_waiting():
         torch.ones(3, device=NAME).sum().item()
+
+
+class Foreign:
+    """A tensor as other libraries hand their memory over."""
+
+    def __init__(self, t):
+        self.__cuda_array_interface__ = t.__cuda_array_interface__
+
+
+@in_order("forward", "backward")
+def test_a_weight_read_through_the_array_interface(wrap):
+    model = net()
+    optimizer = wrap(adamw(model.parameters()))
+    for i in range(4):
+        train(model, optimizer, i)
+        wrap.pending()
+        for p in model.parameters():
+            yield "weight", torch.as_tensor(Foreign(p.detach()), device=NAME).clone()

@@ -175,6 +175,22 @@ def test_a_scaled_loss(wrap):
     yield "state", optimizer.state_dict()["state"]
 
 
+@in_order(*MODES)
+def test_functional_calls_and_transforms(wrap):
+    model = net()
+    optimizer = wrap(adamw(model.parameters()))
+    x = torch.ones(4, 6, device=NAME)
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    for i in range(STEPS):
+        train(model, optimizer, i)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        yield "gradients", torch.func.grad(loss)(weights)
+        yield "loss", loss(dict(model.named_parameters()))
+
+
 # The cost
 
 

@@ -24,9 +24,8 @@ from optfuse._library import releases
 
 SIZES = (1, 7, 8, 15, 16, 17, 31, 64, 1003)
 SIZES += (8191, 8196) if on_device.DEVICE == "cuda" else ()  # chunks of a block
-#: On a GPU several chunks; one that the CPU plays has less time.
-LARGE = {"cuda": 2_000_003, "fakecuda": 20_003}.get(on_device.DEVICE, 100_000)
-STEPS = 20 if on_device.DEVICE == "fakecuda" else 200
+LARGE = 2_000_003 if on_device.DEVICE == "cuda" else 100_000  # there several chunks
+STEPS = 200
 LOOK_EVERY = 7  # in between, updates stay pending until the next step
 PIECE = 15  # elements; less than any vector of 16-bit numbers that ATen uses
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
