@@ -18,9 +18,6 @@ import torch
 from common import Fused, Stock, assert_same, batch, snapshot
 from gpu import NAME, settle
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
-
-import optfuse
 
 # Optimizers of a script, kept so that it does not free them with work under way.
 kept = []
@@ -141,19 +138,3 @@ def backward(model, optimizer, i):
 def train(model, optimizer, i):
     backward(model, optimizer, i)
     optimizer.step()
-
-
-def host_waits(optimizer, params, seen="aten::add", steps=3):
-    """How often the host asks the device for a number in some steps. seen: an operator
-    that proves that the profiler sees them."""
-    grads = [torch.randn_like(p) for p in params]
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g
-            optimizer.step()
-        optfuse.flush()
-        params[0].add(1)  # kernels are no operators
-    names = [event.name for event in profiler.events()]
-    assert seen in names, "the profiler sees no operators"
-    return names.count("aten::_local_scalar_dense")

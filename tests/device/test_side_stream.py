@@ -7,9 +7,9 @@ import gc
 import gpu
 import pytest
 import torch
-from common import Fused, Stock, adamw, assert_same, everything, sgd
+from common import Fused, Stock, adamw, everything, sgd
 from gpu import NAME, captured
-from legal import kept, loss_of, net, play
+from legal import compare, kept, loss_of, net, play
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,8 +51,7 @@ def same(script, mode=None, beside=True, fuse=None, **choice):
     assert not found, "only the side stream races:\n" + "\n".join(found)
     assert any(row.on_side_stream for row in rows) == beside, rows
     assert stock, "the script yielded nothing"
-    for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
-        assert_same(f"yield {i}, {b[0]}", a[1], b[1])
+    compare(ours, stock)
 
 
 def on_side_stream(script, mode=None, fuse=None, side_stream=True, **choice):

@@ -40,7 +40,7 @@ ALWAYS = {
     "key": READS + "weights_read_while_pending[clone]",
     "raw": READS + "state_read_while_pending[torch.save]",
     "privacy": READS + "aliases_held_across_steps_see_every_update[after fuse-slice]",
-    "factors": "python/clipping/test_clip.py::test_clip_and_step[0.05-float32-adamw]",
+    "factors": "python/clipping/test_clip.py::test_clip_and_step[0.05-torch.float32-adamw]",
 }
 #: Guard, and the test that fails without it: one that can fail.
 CONTROLS = {
