@@ -49,7 +49,7 @@ def check(status):
 
 
 def launch_sgd(p, grad, stream=None):
-    """Of float32."""
+    """Launches the kernel of float32."""
     entry = Entry(param=p.data_ptr(), grad=grad.data_ptr(), n=p.numel(), step=1.0)
     hyper, stream = (ctypes.c_double * 6)(0.1), stream or gpu.current()
     update = Update(b"sgd", 0, p.device.index, hyper, stream=stream.native_handle)

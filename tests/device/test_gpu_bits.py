@@ -38,7 +38,7 @@ on_real = pytest.mark.skipif(not gpu.IS_REAL, reason="it takes a CPU too long")
 
 @pytest.fixture(autouse=True)
 def on_the_gpu():
-    """What is made without a device is made there."""
+    """Tensors that are made without a device are made there."""
     torch.set_default_device(NAME)
     yield
     torch.set_default_device(None)

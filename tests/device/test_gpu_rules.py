@@ -35,7 +35,7 @@ def of_a_subclass():
 
 
 def trained(make, dtype, mode, n, shapes=SIZES, strict=True):
-    """What is said of ours after n steps, whose bits are those of the class's own."""
+    """The summary of ours after n steps, whose bits are those of the class's own."""
     ours, theirs = parameters(dtype, shapes), parameters(dtype, shapes)
     fused, stock = optfuse.fuse(make(ours), mode, strict=strict), make(theirs)
     steps(fused, ours, n, backward=mode == "backward")

@@ -107,7 +107,7 @@ class Plan:
         return Command([sys.executable, str(self.root / script), *arguments], variables)
 
     def tests(self, *arguments: str, **variables: str) -> Command:
-        """Of pytest, on the device."""
+        """Runs pytest on the device."""
         where = {"OPTFUSE_TEST_ON": "cuda"} if self.on_gpu else {}
         pytest = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
         return Command([*pytest, *arguments], where | variables)

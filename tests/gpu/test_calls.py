@@ -29,7 +29,7 @@ def plan_of(tmp_path: Path, device: str = "cuda") -> Plan:
     there = Machine("2.11.0", "13.0", "a GPU", "90", {"PATH": os.environ["PATH"]})
     until = time.monotonic() + 540
     results = Results(tmp_path / "out")
-    return Plan(tmp_path, there, device, False, None, tmp_path, results, until)
+    return Plan(tmp_path, there, device, False, None, results, until)
 
 
 def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
