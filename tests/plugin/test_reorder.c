@@ -61,13 +61,14 @@ TEST(places_are_those_of_the_definition_and_valid) {
             held[i] = random_below(2);
             if (random_below(20) == 0)
                 layers[i].input_bytes = UINT64_MAX - random_below(2);
-            if (random_below(20) == 0)
-                layers[i].output_bytes = UINT64_MAX;
+            if (random_below(5) == 0)
+                layers[i].output_bytes = random_below(4) ? 0 : UINT64_MAX;
         }
+        const uint64_t budgets[] = {random_below(600), UINT64_MAX,
+                                    layers[n - 1].input_bytes + layers[n - 1].output_bytes};
         const of_reorder_choice choice = {.schedule = (of_reorder_schedule)random_below(5),
                                           .k = random_below(n + 1),
-                                          .budget_bytes =
-                                              random_below(8) ? random_below(600) : UINT64_MAX,
+                                          .budget_bytes = budgets[random_below(3)],
                                           .held = held};
         const bool needs_layers = choice.schedule == OF_REORDER_BUDGET;
         places[n] = 71;
