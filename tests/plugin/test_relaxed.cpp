@@ -65,49 +65,56 @@ static bool of_fence_all() {
 
 namespace {
 
-// Threads 0 and 1 each write and count down; a third counts up and down between. Who then reads 0
-// reads what both have written.
-struct Count : rl::test_suite<Count, 4> {
-    atomic_size_t pending;
-    std::array<Plain<int>, 2> memory;
+// Variables that threads write, and a count of these threads.
+template <unsigned N> struct Written {
+    atomic_size_t count;
+    std::array<Plain<int>, N> memory;
 
-    void before() {
-        pending.store(2, rl::mo_relaxed, $);
+    void begin(size_t counted) {
+        count.store(counted, rl::mo_relaxed, $);
         for (auto &one : memory)
             one = 0;
     }
+    bool is_all_written() {
+        bool all = true;
+        for (auto &one : memory)
+            all = all && one == 1;
+        return all;
+    }
+    // What is read is written again, as whoever frees it does.
+    void take_all() {
+        RL_ASSERT(is_all_written());
+        for (auto &one : memory)
+            one = 2;
+    }
+};
+
+// Threads 0 and 1 each write and count down; a third counts up and down between. Who then reads 0
+// reads what both have written.
+struct Count : rl::test_suite<Count, 4>, Written<2> {
+    void before() { begin(2); }
     void thread(unsigned i) {
         if (i < 2) {
             memory[i] = 1;
-            of_count_change(&pending, -1);
+            of_count_change(&count, -1);
         } else if (i == 2) {
-            of_count_change(&pending, 1);
-            of_count_change(&pending, -1);
-        } else if (of_count_is_zero(&pending)) {
-            RL_ASSERT(memory[0] == 1 && memory[1] == 1);
+            of_count_change(&count, 1);
+            of_count_change(&count, -1);
+        } else if (of_count_is_zero(&count)) {
+            RL_ASSERT(is_all_written());
         }
     }
 };
 
 // Each thread writes what it shares, then gives its reference back; the last one frees it.
-struct References : rl::test_suite<References, 3> {
-    atomic_size_t refs;
-    std::array<Plain<int>, 3> memory;
-
-    void before() {
-        refs.store(3, rl::mo_relaxed, $);
-        for (auto &one : memory)
-            one = 0;
-    }
+struct References : rl::test_suite<References, 3>, Written<3> {
+    void before() { begin(3); }
     void thread(unsigned i) {
-        of_retain(&refs);
+        of_retain(&count);
         memory[i] = 1;
         for (int given = 0; given < 2; given++)
-            if (of_was_last(&refs))
-                for (auto &one : memory) {
-                    RL_ASSERT(one == 1);
-                    one = 2;
-                }
+            if (of_was_last(&count))
+                take_all();
     }
 };
 
@@ -147,46 +154,29 @@ struct Retain : rl::test_suite<Retain, 3> {
 };
 
 // Two holders of a record, of whom the last pushes it onto the stack.
-struct Holders : rl::test_suite<Holders, 2> {
-    atomic_size_t holders;
-    std::array<Plain<int>, 2> memory;
-
-    void before() {
-        holders.store(2, rl::mo_relaxed, $);
-        for (auto &one : memory)
-            one = 0;
-    }
+struct Holders : rl::test_suite<Holders, 2>, Written<2> {
+    void before() { begin(2); }
     void thread(unsigned i) {
         memory[i] = 1;
-        if (of_last_lets_go(&holders))
-            RL_ASSERT(memory[0] == 1 && memory[1] == 1);
+        if (of_last_lets_go(&count))
+            RL_ASSERT(is_all_written());
     }
 };
 
 // A slot keeps its record, which a list and a queue hold, too. The slot takes it again when they
 // have let go of it.
-struct Kept : rl::test_suite<Kept, 3> {
-    atomic_size_t holders;
-    std::array<Plain<int>, 2> memory;
-
-    void before() {
-        holders.store(3, rl::mo_relaxed, $);
-        for (auto &one : memory)
-            one = 0;
-    }
+struct Kept : rl::test_suite<Kept, 3>, Written<2> {
+    void before() { begin(3); }
     void thread(unsigned i) {
         if (i < 2) {
             memory[i] = 1;
-            RL_ASSERT(!of_last_lets_go(&holders));
-        } else if (of_hold_alone(&holders)) {
-            for (auto &one : memory) {
-                RL_ASSERT(one == 1);
-                one = 2;
-            }
-            RL_ASSERT(!of_last_lets_go(&holders));
+            RL_ASSERT(!of_last_lets_go(&count));
+        } else if (of_hold_alone(&count)) {
+            take_all();
+            RL_ASSERT(!of_last_lets_go(&count));
         }
     }
-    void after() { RL_ASSERT(holders.load(rl::mo_relaxed, $) == 1); }
+    void after() { RL_ASSERT(count.load(rl::mo_relaxed, $) == 1); }
 };
 
 // Three threads push, one of them after it has emptied the stack; nothing is lost, and each record
