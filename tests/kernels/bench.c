@@ -20,6 +20,7 @@ void bench_usual_hyper(const of_rule *rule, double *hyper) {
     } usual[] = {{"lr", 1e-3},
                  {"beta1", 0.9},
                  {"beta2", 0.999},
+                 {"beta3", 0.99},
                  {"eps", 1e-8},
                  {"weight_decay", 0.01},
                  {"decoupled", 1.0},

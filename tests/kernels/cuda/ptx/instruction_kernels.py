@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-ROW = re.compile(r'INSTRUCTION\((\w+), "([\w.]+)", (\w+), (\w+), (\w+), (\w+),')
+ROW = re.compile(r"INSTRUCTION\((\w+), (\w+), (\w+), (\w+), (\w+),")
 REGISTERS = {"u16": "%rs", "u32": "%r", "u64": "%rd", "f32": "%f", "f64": "%fd", "pred": "%p"}
 KERNEL = """
 .visible .entry instruction_{name}(
@@ -34,7 +34,7 @@ KERNEL = """
 """
 
 
-def kernel(name: str, op: str, result: str, kinds: list[str]) -> str:
+def kernel(name: str, result: str, kinds: list[str]) -> str:
     lines, operands = [], []
     for i, kind in enumerate(kinds):
         register = f"{REGISTERS[kind]}{i + 1}"
@@ -45,7 +45,7 @@ def kernel(name: str, op: str, result: str, kinds: list[str]) -> str:
         else:
             lines.append(f"ld.global.{kind} {register}, [%rd7+{8 * i}];")
     to = f"{REGISTERS[result]}4"
-    lines.append(f"{op} {', '.join([to, *operands])};")
+    lines.append(f"{name.replace('_', '.')} {', '.join([to, *operands])};")
     if result == "pred":
         lines += ["selp.u32 %r4, 1, 0, %p4;", "st.global.u32 [%rd8], %r4;"]
     else:
@@ -57,8 +57,8 @@ def main() -> None:
     source, out = map(Path, sys.argv[1:])
     rows = ROW.findall(source.read_text("utf-8"))
     kernels = [
-        kernel(name, op, result, [kind for kind in kinds if kind != "none"])
-        for name, op, result, *kinds in rows
+        kernel(name, result, [kind for kind in kinds if kind != "none"])
+        for name, result, *kinds in rows
     ]
     out.write_text(".version 9.0\n.target sm_90\n.address_size 64\n" + "".join(kernels), "utf-8")
 

@@ -14,7 +14,7 @@ _Thread_local unsigned host_phase;
 
 enum { RANDOM = 20000 };
 
-#define INSTRUCTION(name, op, result, A, B, C, value)                                              \
+#define INSTRUCTION(name, result, A, B, C, value)                                                  \
     void instruction_##name(const void *arguments);                                                \
     static void hand_##name(const void *in, void *out) {                                           \
         A a;                                                                                       \
@@ -31,15 +31,15 @@ enum { RANDOM = 20000 };
 #undef INSTRUCTION
 
 typedef struct row {
-    const char *op;
+    const char *name;
     void (*run)(const void *arguments);
     void (*by_hand)(const void *in, void *out);
     const char *result, *types[3];
 } row;
 
 static const row rows[] = {
-#define INSTRUCTION(name, op, result, A, B, C, value)                                              \
-    {op, instruction_##name, hand_##name, #result, {#A, #B, #C}},
+#define INSTRUCTION(name, result, A, B, C, value)                                                  \
+    {#name, instruction_##name, hand_##name, #result, {#A, #B, #C}},
 #include "instructions.def"
 #undef INSTRUCTION
 };
@@ -114,12 +114,12 @@ static int check(const row *one, uint64_t random) {
         const uint64_t *arguments[] = {memory, memory + 1};
         for (int k = 0; k < 3; k++)
             memory[k + 1] = operand(one->types[k], &random);
-        ptx_alone(one->op, arguments, sizeof arguments, memory, sizeof memory);
+        ptx_alone(one->name, arguments, sizeof arguments, memory, sizeof memory);
         one->run(arguments);
         one->by_hand(memory + 1, &want);
         if (same(one->result, memory[0], want))
             continue;
-        printf("FAIL %s of %#llx, %#llx, %#llx: %#llx, by hand %#llx\n", one->op,
+        printf("FAIL %s of %#llx, %#llx, %#llx: %#llx, by hand %#llx\n", one->name,
                (unsigned long long)memory[1], (unsigned long long)memory[2],
                (unsigned long long)memory[3], (unsigned long long)memory[0],
                (unsigned long long)want);

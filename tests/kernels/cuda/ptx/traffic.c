@@ -7,45 +7,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../bench.h"
 #include "batch.h"
 #include "host_driver.h"
 #include "machine.h"
 
 enum { ELEMENTS = 16384 };
 
-static void usual(const of_rule *rule, double *hyper) {
-    static const struct {
-        const char *name;
-        double value;
-    } options[] = {{"lr", 1e-3},
-                   {"beta1", 0.9},
-                   {"beta2", 0.999},
-                   {"beta3", 0.99},
-                   {"eps", 1e-8},
-                   {"momentum", 0.9},
-                   {"alpha", 0.99},
-                   {"rho", 0.9},
-                   {"lambd", 1e-4},
-                   {"t0", 1e6},
-                   {"etaminus", 0.5},
-                   {"etaplus", 1.2},
-                   {"step_size_min", 1e-6},
-                   {"step_size_max", 50.0},
-                   {"momentum_decay", 4e-3},
-                   {"weight_decay", 1e-2},
-                   {"decoupled", 1}};
-    for (size_t i = 0; i < rule->n_hyper; i++)
-        for (size_t k = 0; k < sizeof options / sizeof *options; k++)
-            if (strcmp(rule->hyper[i], options[k].name) == 0)
-                hyper[i] = options[k].value;
-}
-
 static void count(const of_rule *rule, of_dtype dtype, uint64_t *random) {
     batch b;
     batch_create(&b, 1, ELEMENTS);
     batch_fill(&b, rule, dtype, true, random);
-    memset(b.hyper, 0, sizeof b.hyper);
-    usual(rule, b.hyper);
+    bench_usual_hyper(rule, b.hyper);
     of_count counted = {.step = 10, .counters = {1, 1}};
     if (rule->prepare_gpu)
         rule->prepare_gpu(b.hyper, &counted, b.prepared);

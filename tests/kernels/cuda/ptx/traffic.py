@@ -166,6 +166,7 @@ def main() -> None:
                 "-o",
                 program,
                 HERE / "traffic.c",
+                HERE.parents[1] / "bench.c",
                 *SOURCES,
                 *objects,
                 *linked(sys.argv[5:]),
