@@ -15,6 +15,7 @@ TESTS = BUILD / "test_cxx"
 EXAMPLE = BUILD / "train"
 PROGRAMS = {
     "tests of optfuse.hpp": [TESTS],
+    "random programs with optfuse.hpp": [TESTS, "hazard", "100"],
     "example in C++": [EXAMPLE],
 }
 _INCLUDE = BUILD / "include"

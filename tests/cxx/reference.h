@@ -26,10 +26,6 @@ inline Tensor zeros(const Tensor &p) {
     return torch::zeros_like(p.detach());
 }
 
-template <typename Entry> std::vector<Tensor> adam_state(const Entry &e) {
-    return {e.exp_avg(), e.exp_avg_sq(), e.max_exp_avg_sq()};
-}
-
 // Adam and AdamW; counter: state["step"] of Python.
 template <typename Options, typename Entry>
 void adam(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &counter,
@@ -57,29 +53,21 @@ struct AllDtypes {
     static bool has(torch::Dtype) { return true; }
 };
 
-struct AdamW : AllDtypes {
-    using Class = optim::AdamW;
-    using Options = optim::AdamWOptions;
-    using Entry = optim::AdamWParamState;
+template <typename C, typename O, typename E, bool decoupled> struct AnyAdam : AllDtypes {
+    using Class = C;
+    using Options = O;
+    using Entry = E;
     static Options options() { return Options(1e-2).weight_decay(0.1).betas({0.8, 0.95}); }
-    static Options others() { return Options(3e-3).amsgrad(true); }
-    static std::vector<Tensor> state(const Entry &e) { return adam_state(e); }
-    static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &n) {
-        adam(p, g, o, e, n, true);
-    }
-};
-
-struct Adam : AllDtypes {
-    using Class = optim::Adam;
-    using Options = optim::AdamOptions;
-    using Entry = optim::AdamParamState;
-    static Options options() { return Options(1e-2).weight_decay(0.1); }
     static Options others() { return Options(3e-3).amsgrad(true).eps(1e-6); }
-    static std::vector<Tensor> state(const Entry &e) { return adam_state(e); }
+    static std::vector<Tensor *> tensors(Entry &e) {
+        return {&e.exp_avg(), &e.exp_avg_sq(), &e.max_exp_avg_sq()};
+    }
     static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &n) {
-        adam(p, g, o, e, n, false);
+        adam(p, g, o, e, n, decoupled);
     }
 };
+using AdamW = AnyAdam<optim::AdamW, optim::AdamWOptions, optim::AdamWParamState, true>;
+using Adam = AnyAdam<optim::Adam, optim::AdamOptions, optim::AdamParamState, false>;
 
 struct SGD : AllDtypes {
     using Class = optim::SGD;
@@ -87,7 +75,7 @@ struct SGD : AllDtypes {
     using Entry = optim::SGDParamState;
     static Options options() { return Options(1e-2).momentum(0.9).dampening(0.2); }
     static Options others() { return Options(5e-3).momentum(0.8).nesterov(true).weight_decay(0.1); }
-    static std::vector<Tensor> state(const Entry &e) { return {e.momentum_buffer()}; }
+    static std::vector<Tensor *> tensors(Entry &e) { return {&e.momentum_buffer()}; }
     static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &) {
         const bool has_buffer = o.momentum() != 0;
         const bool first = has_buffer && !e.momentum_buffer().defined();
@@ -116,7 +104,7 @@ struct Adagrad {
     using Entry = optim::AdagradParamState;
     static Options options() { return Options(1e-2).lr_decay(0.01).weight_decay(0.1); }
     static Options others() { return Options(3e-3).eps(1e-6); }
-    static std::vector<Tensor> state(const Entry &e) { return {e.sum()}; }
+    static std::vector<Tensor *> tensors(Entry &e) { return {&e.sum()}; }
     static void update(const Tensor &p, const Tensor &g, const Options &o, Entry &e, Tensor &n) {
         if (!e.sum().defined())
             e.sum(zeros(p));
@@ -151,8 +139,8 @@ struct RMSprop {
     using Entry = optim::RMSpropParamState;
     static Options options() { return Options(1e-3).momentum(0.9).weight_decay(0.1).eps(1e-3); }
     static Options others() { return Options(3e-3).centered(true).alpha(0.95); }
-    static std::vector<Tensor> state(const Entry &e) {
-        return {e.square_avg(), e.momentum_buffer(), e.grad_avg()};
+    static std::vector<Tensor *> tensors(Entry &e) {
+        return {&e.square_avg(), &e.momentum_buffer(), &e.grad_avg()};
     }
     static void update(const Tensor &p, Tensor g, const Options &o, Entry &e, Tensor &n) {
         n.add_(1);

@@ -115,9 +115,9 @@ template <typename Rule> void train(const std::string &name, Updates where, at::
         expect(same(params[i], expected[i]), of + " has the bits of the reference");
         auto &entry = static_cast<typename Rule::Entry &>(
             *opt.state().at(params[i].unsafeGetTensorImpl()));
-        const std::vector<Tensor> x = Rule::state(entry), y = Rule::state(entries[i]);
+        const auto x = Rule::tensors(entry), y = Rule::tensors(entries[i]);
         for (size_t k = 0; k < x.size(); k++)
-            expect(same(x[k], y[k]), of + ", state " + std::to_string(k) + " has its bits");
+            expect(same(*x[k], *y[k]), of + ", state " + std::to_string(k) + " has its bits");
         if constexpr (!std::is_same_v<Rule, reference::SGD>)
             expect(entry.step() == 8, of + " is counted");
     }

@@ -28,12 +28,14 @@ template <typename Options> void eps(Options &o, unsigned value) {
     o.eps(EPSILONS[value]);
 }
 
+// Those of Adam and AdamW.
 template <typename Options>
-const Change<Options> ADAM[] = {lr, weight_decay,
-                                [](Options &o, unsigned value) { o.betas({BETAS[value], 0.95}); },
-                                eps, [](Options &o, unsigned) { o.amsgrad(!o.amsgrad()); }};
+const std::vector<Change<Options>> CHANGES = {
+    lr, weight_decay, [](Options &o, unsigned value) { o.betas({BETAS[value], 0.95}); }, eps,
+    [](Options &o, unsigned) { o.amsgrad(!o.amsgrad()); }};
 
-const Change<optim::SGDOptions> SGD[] = {
+template <>
+const std::vector<Change<optim::SGDOptions>> CHANGES<optim::SGDOptions> = {
     lr, weight_decay,
     [](optim::SGDOptions &o, unsigned value) { o.momentum(BETAS[value]).nesterov(false); },
     [](optim::SGDOptions &o, unsigned value) { o.dampening(DECAYS[value]).nesterov(false); },
@@ -41,68 +43,19 @@ const Change<optim::SGDOptions> SGD[] = {
         o.nesterov(!o.nesterov() && o.momentum() > 0 && o.dampening() == 0);
     }};
 
-const Change<optim::AdagradOptions> ADAGRAD[] = {
+template <>
+const std::vector<Change<optim::AdagradOptions>> CHANGES<optim::AdagradOptions> = {
     lr, weight_decay, [](optim::AdagradOptions &o, unsigned value) { o.lr_decay(DECAYS[value]); },
     eps};
 
-const Change<optim::RMSpropOptions> RMSPROP[] = {
+template <>
+const std::vector<Change<optim::RMSpropOptions>> CHANGES<optim::RMSpropOptions> = {
     lr,
     weight_decay,
     [](optim::RMSpropOptions &o, unsigned value) { o.alpha(BETAS[value]); },
     eps,
     [](optim::RMSpropOptions &o, unsigned value) { o.momentum(BETAS[value]); },
     [](optim::RMSpropOptions &o, unsigned) { o.centered(!o.centered()); }};
-
-template <typename Options, size_t N>
-void change(Options &o, const Change<Options> (&changes)[N], unsigned which, unsigned value) {
-    changes[which % N](o, value);
-}
-
-void change_options(optim::AdamWOptions &o, unsigned which, unsigned value) {
-    change(o, ADAM<optim::AdamWOptions>, which, value);
-}
-
-void change_options(optim::AdamOptions &o, unsigned which, unsigned value) {
-    change(o, ADAM<optim::AdamOptions>, which, value);
-}
-
-void change_options(optim::SGDOptions &o, unsigned which, unsigned value) {
-    change(o, SGD, which, value);
-}
-
-void change_options(optim::AdagradOptions &o, unsigned which, unsigned value) {
-    change(o, ADAGRAD, which, value);
-}
-
-void change_options(optim::RMSpropOptions &o, unsigned which, unsigned value) {
-    change(o, RMSPROP, which, value);
-}
-
-// ---- entries
-
-template <typename Entry> std::vector<Tensor *> adam_tensors(Entry &e) {
-    return {&e.exp_avg(), &e.exp_avg_sq(), &e.max_exp_avg_sq()};
-}
-
-std::vector<Tensor *> tensors_of(optim::AdamWParamState &e) {
-    return adam_tensors(e);
-}
-
-std::vector<Tensor *> tensors_of(optim::AdamParamState &e) {
-    return adam_tensors(e);
-}
-
-std::vector<Tensor *> tensors_of(optim::SGDParamState &e) {
-    return {&e.momentum_buffer()};
-}
-
-std::vector<Tensor *> tensors_of(optim::AdagradParamState &e) {
-    return {&e.sum()};
-}
-
-std::vector<Tensor *> tensors_of(optim::RMSpropParamState &e) {
-    return {&e.square_avg(), &e.momentum_buffer(), &e.grad_avg()};
-}
 
 // ---- the reference, on dense tensors of one layout: PyTorch's fused kernels read memory in order
 
@@ -128,10 +81,11 @@ template <typename Rule> struct KindOf final : Kind {
         return std::make_unique<typename Rule::Class>(std::move(groups), variants(variant));
     }
     void change(optim::OptimizerOptions &options, unsigned which, unsigned value) const override {
-        change_options(static_cast<Options &>(options), which, value % 4);
+        const auto &changes = CHANGES<Options>;
+        changes[which % changes.size()](static_cast<Options &>(options), value % 4);
     }
     std::vector<Tensor *> tensors(optim::OptimizerParamState &entry) const override {
-        return tensors_of(static_cast<Entry &>(entry));
+        return Rule::tensors(static_cast<Entry &>(entry));
     }
     int64_t *step(optim::OptimizerParamState &entry) const override {
         if constexpr (is_sgd)
@@ -175,7 +129,7 @@ template <typename Rule> struct KindOf final : Kind {
     static void update_dense(const Tensor &param, const Options &o, Entry &entry) {
         const Tensor dense =
             param.is_non_overlapping_and_dense() ? param.detach() : param.detach().contiguous();
-        const std::vector<Tensor *> places = tensors_of(entry);
+        const std::vector<Tensor *> places = Rule::tensors(entry);
         std::vector<Tensor> kept;
         for (Tensor *place : places) {
             kept.push_back(*place);
