@@ -81,7 +81,7 @@ template <unsigned N> struct Written {
             all = all && one == 1;
         return all;
     }
-    // What is read is written again, as whoever frees it does.
+    // Writes again all that it has read, as whoever frees it does.
     void take_all() {
         RL_ASSERT(is_all_written());
         for (auto &one : memory)
