@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from variants import few_variants
 
 import optfuse
-from optfuse._averages.averaged_model import stock_update_parameters
+from optfuse._averages import stock_update_parameters
 from optfuse._clipping.torch_functions import stock_clip_grads_with_norm_, stock_get_total_norm
 from optfuse._options import is_fused
 from optfuse_tools.ab.variants import BuildFn, Iteration, NoOptimizer, Wrap

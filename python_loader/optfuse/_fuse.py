@@ -22,11 +22,14 @@ from optfuse._arguments.check import (
     parameters_of,
     whole,
 )
-from optfuse._arguments.modes import MODE, Backward, Delay, Forward, mode_of
+from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
 from optfuse._arguments.wrappers import returns_the_wrapper
-from optfuse._classes import become_fused, become_stock, fuse_by, tried_rule
 from optfuse._clipping.preconditioners import kfac_of
-from optfuse._ddp.reduction import Reduction, check_model, reduction_of
+from optfuse._ddp import Reduction, check_model, reduction_of
+from optfuse._fused.classes import become_fused, become_stock, fuse_by, tried_rule
+from optfuse._fused.recorded import is_asked, unfuse_recorded
+from optfuse._fused.refuse import check_eager, check_group, check_params
+from optfuse._fused.scheduler import check_step
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import BACKWARD, FORWARD, Error
 from optfuse._library.log import warn
@@ -34,7 +37,6 @@ from optfuse._link import link_of
 from optfuse._options import (
     AUTO,
     OFF,
-    Delays,
     Options,
     is_disabled,
     is_fused,
@@ -42,8 +44,6 @@ from optfuse._options import (
     owner_of,
     products_asked,
 )
-from optfuse._recorded import is_asked, unfuse_recorded
-from optfuse._refuse import check_eager, check_group, check_params
 from optfuse._registered import is_registered
 from optfuse._rules import (
     NATIVE,
@@ -54,7 +54,6 @@ from optfuse._rules import (
     RegisteredRule,
     Rule,
 )
-from optfuse._scheduler import check_step
 from optfuse._trials.gpu_trial import gpu_bits_differ, refused, said_of
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -154,6 +153,7 @@ def _fuse_recorded(
     rule: RecordedRule | RegisteredRule,
 ) -> OptimizerT:
     """None of the class's code runs."""
+    _process.start()
     if isinstance(mode, Backward) or options.delays:
         check_params(optimizer.param_groups)
     if mode.ddp is not None:
@@ -190,23 +190,15 @@ def _options(
             bucket_bytes,
             max_grad_norm=mode.max_grad_norm,
             fold=mode.fold,
-            delays=_delays_of(mode.delay, optimizer),
+            delays=_names.delays_of(mode.delay, optimizer) if mode.delay else None,
         )
     if mode.ddp is not None:
         check_model(mode.ddp, optimizer, options.accumulate, _reduction_kind(mode))
     return options
 
 
-def _delays_of(delay: Delay | None, optimizer: Optimizer) -> Delays | None:
-    if delay is None:
-        return None
-    return _names.delayed_updates().delays_of(delay, optimizer)  # type: ignore[no-any-return]
-
-
 def _reduction_kind(mode: Forward | Backward) -> type[Reduction]:
-    if isinstance(mode, Backward):
-        return Reduction
-    return _names.awaited_reduction().AwaitedLater  # type: ignore[no-any-return]
+    return Reduction if isinstance(mode, Backward) else _names.awaited_later()
 
 
 def _try_on_gpus(rule: Rule, optimizer: Optimizer, strict: bool) -> list[str]:

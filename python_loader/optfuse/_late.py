@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._bits import difference
 from optfuse._library.bindings import guard
-from optfuse._trials.compare import difference
 
 Entry = dict[Any, Any]
 Path = tuple[Any, ...]  # keys of dicts in dicts

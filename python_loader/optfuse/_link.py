@@ -15,14 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse import _gpu
 from optfuse._backward import consumed_gradients
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._gpu import is_gpu
 from optfuse._library import bindings
 from optfuse._library.bindings import BACKWARD, LEFT, Error, check, lib, lib_with_gil
 from optfuse._options import FORCED, LINK, OFF, Delayed, Options
-from optfuse._patches import compiled
+from optfuse._patches import compiled, cuda_graphs
 from optfuse._rules import RegisteredRule, Rule
 from optfuse._updaters.ledger import Ledger
 from optfuse._updaters.registered import Registered, free_plan
@@ -99,7 +98,7 @@ class Link:
         done = lib_with_gil.of_shim_ledger_step(self.plan, optimizer, unless_watched)
         if done == LEFT:
             return False
-        if compiled.running() or _gpu.replays_are_unseen():
+        if compiled.running() or cuda_graphs.replays_are_unseen():
             self.flush()
             lib.of_shim_keep_promises()
         return True

@@ -62,11 +62,11 @@ def commands() -> Iterator[ModuleType]:
         yield importlib.import_module(f"optfuse_tools.{name}.command")
 
 
-def delayed_updates() -> Any:
-    """The module that Forward(delay=...) is about."""
-    return importlib.import_module(HOMES["optfuse"]["drain"])
+def delays_of(delay: Any, optimizer: Any) -> Any:
+    """Forward(delay=...) for one optimizer."""
+    return importlib.import_module(HOMES["optfuse"]["drain"]).delays_of(delay, optimizer)
 
 
-def awaited_reduction() -> Any:
-    """The module that Forward(ddp=...) is about."""
-    return importlib.import_module("optfuse_layers.reorder.awaited_reduction")
+def awaited_later() -> Any:
+    """The kind of reduction that Forward(ddp=...) asks for."""
+    return importlib.import_module("optfuse_layers.reorder.awaited_reduction").AwaitedLater

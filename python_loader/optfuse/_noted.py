@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._bits import difference
 from optfuse._library.bindings import guard
 from optfuse._options import LINK
-from optfuse._trials.compare import difference
 
 Group = dict[str, Any]
 _HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__

@@ -13,11 +13,9 @@ import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from optfuse import _gpu
-from optfuse._averages import averaged_model
+from optfuse import _averages, _ddp
 from optfuse._backward import loss_scale, recomputation
 from optfuse._clipping import torch_functions, unscale
-from optfuse._ddp import reduction
 from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
     ALL_MODELS,
@@ -31,7 +29,7 @@ from optfuse._library.bindings import (
 )
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
-from optfuse._patches import compiled, higher_order, profiling, raw_memory, replacing
+from optfuse._patches import compiled, cuda_graphs, higher_order, profiling, raw_memory, replacing
 from optfuse._updaters.registered import running
 
 
@@ -166,12 +164,12 @@ def start() -> None:
     raw_memory.install(reveal_all, _swap_and_tell)
     compiled.install(_reveal_to_compiled)
     higher_order.install(flush_all)
-    _gpu.install(flush_all, drain_all)
+    cuda_graphs.install(flush_all, drain_all)
     profiling.install(reveal_all)
     loss_scale.install()
     recomputation.install(_plans_in_backward_mode)
     unscale.install()
     torch_functions.install()
-    averaged_model.install()
-    reduction.install()
+    _averages.install()
+    _ddp.install()
     _started = True

@@ -13,7 +13,7 @@
 namespace optfuse {
 
 // One step of an average a of a weight w, each operation rounded to the dtype. The numbers of
-// formulas are those of _averages/averaged_model.py.
+// formulas are those of _averages.py.
 enum class Formula : int64_t {
     LERP,     // lerp(a, w, take)
     WEIGHTED, // keep * a + take * w

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse._classes import become_fused
+from optfuse._fused.classes import become_fused
 from optfuse._options import Options
 from optfuse._rules import RULES, Group, Rule
 from optfuse._trials import stock_trial

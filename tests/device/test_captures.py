@@ -11,7 +11,7 @@ from gpu import captured, settle
 from legal import backward, net, to_host, train
 
 import optfuse
-from optfuse import _gpu
+from optfuse._patches import cuda_graphs
 from optfuse._process import drain_all
 
 
@@ -167,8 +167,8 @@ def pending_after_a_step(monkeypatch):
         def raw_cuda_graph_exec(self):
             return 7
 
-    monkeypatch.setattr(_gpu, "_handed_out", False)
-    _gpu.watch_handles(Graph, optfuse.flush)
+    monkeypatch.setattr(cuda_graphs, "_handed_out", False)
+    cuda_graphs.watch_handles(Graph, optfuse.flush)
     model, optimizer = prepared()
     train(model, optimizer, 1)
     assert optfuse.summary(optimizer).pending > 0
@@ -199,7 +199,7 @@ def test_a_capture_ends_although_what_is_pending_can_not_be_launched():
     def fail():
         raise optfuse.Error("the device is broken")
 
-    _gpu.wrap(Graph, "capture_end", fail, anyway=True)
+    cuda_graphs.wrap(Graph, "capture_end", fail, anyway=True)
     with pytest.raises(optfuse.Error, match="broken"):
         Graph().capture_end()
     assert len(ended) == 1

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import optfuse
-from optfuse import _recorded
+from optfuse._fused.recorded import last_counts
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = (3, 5), (4,), (2, 3, 2), (41,), (9001,)
@@ -188,7 +188,7 @@ def a_captured_step(world):
     with gpu.captured(gpu.stream()):
         world.optimizer.step()
         if world.fused and type(world.optimizer).__name__ not in ("Inner", "ToTheHost"):
-            assert _recorded.last_counts()["lines"] == 0
+            assert last_counts()["lines"] == 0
     gpu.synchronize_all()
     world.steps(2, 4)
 
@@ -501,7 +501,7 @@ def test_operators_have_the_bits_of_pytorch(dtype):
             assert_same(name, [p.detach() for p in params], wanted)
         else:
             ran += 1
-            if _recorded.last_counts()["operators"]:
+            if last_counts()["operators"]:
                 by_operator.add(name)
     print(f"{dtype}: {ran - len(by_operator)} of {ran} by programs, by PyTorch: {by_operator}")
     assert gpu.IS_REAL or by_operator <= BY_OPERATOR, sorted(by_operator - BY_OPERATOR)
@@ -580,7 +580,7 @@ def test_lists_of_several_dtypes_are_pytorchs_own():
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert _recorded.last_counts()["programs"] == 0
+    assert last_counts()["programs"] == 0
 
 
 class ManyTemporaries(Base):
@@ -614,6 +614,7 @@ gpu.load()
 import torch
 from recorded_classes import Elementwise
 import optfuse
+from optfuse._fused.recorded import last_counts
 params = [torch.linspace(0.1, 2, 300).to("fakecuda").requires_grad_() for _ in range(2)]
 optimizers = optfuse.fuse(Elementwise(params[:1])), Elementwise(params[1:])
 for i in range(5):
@@ -621,7 +622,7 @@ for i in range(5):
         p.grad = p.detach() * (1.5 + i)
         optimizer.step()
 assert params[0].cpu().view(torch.int32).equal(params[1].cpu().view(torch.int32))
-print("operators", optfuse._recorded.last_counts()["operators"])
+print("operators", last_counts()["operators"])
 """
     assert int(python_ok(script).split()[-1]) > 0
 
@@ -753,7 +754,7 @@ def lines_of_a_captured_step():
     with captured(gpu.stream()):
         step()
     settle()
-    return _recorded.last_counts()["lines"]
+    return last_counts()["lines"]
 
 
 def test_what_is_captured_runs_at_once(monkeypatch):

@@ -23,7 +23,7 @@ from style_classes import AdaBelief, Foreach, SignOfAverage, TensorCounter
 from torch import Tensor
 
 import optfuse
-from optfuse import _recorded
+from optfuse._fused.recorded import last_counts
 
 CLASSES: tuple[Any, ...] = (AdaBelief, SignOfAverage, Foreach, TensorCounter)
 Case = tuple[int, int, torch.dtype]  # parameters, elements of each
@@ -84,7 +84,7 @@ def measured(cls: Any, case: Case, device: torch.device) -> str:
     times: list[tuple[float, float]] = []
     for _ in range(WARM_UP + ROUNDS):
         times.append((milliseconds(own.step, api), milliseconds(ours.step, api)))
-        assert _recorded.last_counts()["lines"], f"{cls.__name__} was not recorded"
+        assert last_counts()["lines"], f"{cls.__name__} was not recorded"
         if device.type == "cuda":
             alone.append(on_the_gpu(ours))
             own.step()

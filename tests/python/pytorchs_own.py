@@ -8,7 +8,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
-from optfuse._averages import averaged_model
+from optfuse import _averages
 from optfuse._clipping import torch_functions as own
 
 PLACES = (
@@ -18,7 +18,7 @@ PLACES = (
     (utils, "clip_grads_with_norm_", own.stock_clip_grads_with_norm_),
     (clip_grad, "_get_total_norm", own.stock_get_total_norm),
     (clip_grad, "_clip_grads_with_norm_", own.stock_clip_grads_with_norm_),
-    (AveragedModel, "update_parameters", averaged_model.stock_update_parameters),
+    (AveragedModel, "update_parameters", _averages.stock_update_parameters),
 )
 
 

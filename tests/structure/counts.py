@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import re
-from graphlib import TopologicalSorter
 from pathlib import Path
 
-from test_modules import edges, folders
+from test_modules import edges, floors, folders
 from tree import PACKAGES, ROOT, files, modules, sources
 
 #: By the beginning of a file's path; the first that fits counts.
@@ -52,14 +51,6 @@ def shim_arrows() -> set[tuple[str, str]]:
     return {(a, b) for a, b in found if a != b}
 
 
-def floors(graph: dict[str, set[str]]) -> int:
-    """How many steps lead from the lowest to the highest."""
-    height: dict[str, int] = {}
-    for node in TopologicalSorter(graph).static_order():
-        height[node] = 1 + max((height[below] for below in graph.get(node, ())), default=0)
-    return max(height.values())
-
-
 def guards() -> set[str]:
     texts = [path.read_text("utf-8") for path in sources("kernels", "plugin", "shim")]
     texts += [path.read_text("utf-8") for path in modules()]
@@ -78,7 +69,7 @@ def counts() -> dict[str, object]:
         "watched places of PyTorch": sum(len(each.places) for each in lists),
         "private names of PyTorch in C++": len(listed.PRIVATE),
         "named guards": len(guards()),
-        "floors of the loader": floors(folders(edges(PACKAGES))),
+        "floors of the loader": floors(folders(edges(PACKAGES, only_running=True))),
         "pairs of shim folders that include each other": sum((b, a) in arrows for a, b in arrows)
         // 2,
     }

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optfuse._backward.loss_scale import is_part_of_a_node
 from optfuse._patches.listed import DISTRIBUTED
+from optfuse._patches.nested_passes import is_part_of_a_node
 from optfuse._patches.replacing import find, replace, warn_of_changes
 
 _FSDP = "torch.distributed.fsdp._fully_shard"

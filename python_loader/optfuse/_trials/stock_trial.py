@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._bits import difference
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._library import releases
 from optfuse._library.bindings import DTYPES, guard
 from optfuse._rules import Group, Rule
-from optfuse._trials.compare import difference
 
 Fuse = Callable[[Optimizer], Optimizer]
 Kind = tuple[type[Optimizer], torch.dtype, torch.device, str]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._backward import consumed_gradients
+from optfuse._bits import difference
 from optfuse._gpu import is_gpu
 from optfuse._late import tensors_in
 from optfuse._library import releases
@@ -23,7 +24,6 @@ from optfuse._library.default_device import DefaultDevice
 from optfuse._noted import Noted, Settings, noted, step_of, without_hooks
 from optfuse._rules import RegisteredRule
 from optfuse._shared_state import shares_with_others
-from optfuse._trials.compare import difference
 from optfuse._updaters.native import NATIVE
 from optfuse._updaters.recorded import as_stock
 from optfuse._updaters.slots import Groups, Slots

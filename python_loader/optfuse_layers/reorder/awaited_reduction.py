@@ -23,7 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from optfuse._arguments.modes import CommHook
-from optfuse._ddp.reduction import Reduction, known_reduction
+from optfuse._ddp import Reduction, known_reduction
 from optfuse._library.bindings import ALL_MODELS, check, guard, lib
 from optfuse._patches import compiled
 from optfuse._patches.listed import AWAITED

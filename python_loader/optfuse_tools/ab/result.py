@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from optfuse._trials.compare import same_bits
+from optfuse._bits import same_bits
 from optfuse_tools.ab.interval import GAIN, LOSS, Interval, median_interval
 from optfuse_tools.ab.page_faults import WORTH_SAYING, Usage, advice, share
 from optfuse_tools.ab.verdict import on_speed

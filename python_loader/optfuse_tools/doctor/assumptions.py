@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.sgd import SGD
 
 from optfuse import _process
-from optfuse._classes import become_fused
+from optfuse._fused.classes import become_fused
 from optfuse._library.bindings import Counts, check, lib
 from optfuse._link import link_of
 from optfuse._options import Options

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.modes import Backward, Forward
-from optfuse._classes import become_stock
-from optfuse._ddp.reduction import reduces
+from optfuse._ddp import reduces
 from optfuse._fuse import fuse
+from optfuse._fused.classes import become_stock
 from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
 from optfuse._options import is_disabled, is_fused, is_recorded, owner_of

@@ -22,7 +22,7 @@ from typing import Any
 
 MADE = "_optfuse_made"  # of _options.py, which can't be imported here
 _OURS = ("optfuse", "optfuse_layers", "optfuse_tools")
-_FOR_THE_SCRIPT = "optfuse._classes"  # calls the class where a script has type(optimizer)(...)
+_FOR_THE_SCRIPT = "optfuse._fused.classes"  # calls the class in type(optimizer)(...) of a script
 Work = Callable[[types.ModuleType], None]
 
 

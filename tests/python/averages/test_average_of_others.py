@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import optfuse
-from optfuse._averages import averaged_model
-from optfuse._averages.averaged_model import stock_update_parameters
+from optfuse import _averages
 
 
 def test_a_model_of_another_shape_gets_pytorchs_error():
@@ -24,15 +23,15 @@ def test_a_model_of_another_shape_gets_pytorchs_error():
     for i in range(2):
         train(model, optimizer, i)
         averaged.update_parameters(model)
-    for function in (stock_update_parameters, AveragedModel.update_parameters):
+    for function in (_averages.stock_update_parameters, AveragedModel.update_parameters):
         with pytest.raises(RuntimeError, match="size of tensor"):
             function(averaged, other)
 
 
 def test_without_a_fused_optimizer_it_is_pytorchs(monkeypatch):
     called = []
-    monkeypatch.setattr(averaged_model, "stock_update_parameters", lambda *_: called.append(1))
-    monkeypatch.setattr(averaged_model._link, "links", {})
+    monkeypatch.setattr(_averages, "stock_update_parameters", lambda *_: called.append(1))
+    monkeypatch.setattr(_averages._link, "links", {})
     AveragedModel(net()).update_parameters(net())
     assert called
 
@@ -55,12 +54,12 @@ def test_a_subclass_keeps_its_own_function():
 
 def test_another_release_that_averages_otherwise_is_left_alone(monkeypatch):
     """As if this PyTorch's functions had other formulas."""
-    assert averaged_model._are_as_here()
-    averaged_model._are_as_here.cache_clear()
+    assert _averages._are_as_here()
+    _averages._are_as_here.cache_clear()
     kinds = [{}, {"avg_fn": lambda a, w, n: a}]
-    monkeypatch.setattr(averaged_model, "_OWN_KINDS", kinds)
-    monkeypatch.setattr(averaged_model, "_is_made_as", lambda f, known: f is not None)
-    monkeypatch.setattr(averaged_model, "_decay_of", lambda f: 0.5)
+    monkeypatch.setattr(_averages, "_OWN_KINDS", kinds)
+    monkeypatch.setattr(_averages, "_is_made_as", lambda f, known: f is not None)
+    monkeypatch.setattr(_averages, "_decay_of", lambda f: 0.5)
     try:
         model, optimizer, averaged = averaged_net(optfuse.fuse)
         for i in range(2):
@@ -68,7 +67,7 @@ def test_another_release_that_averages_otherwise_is_left_alone(monkeypatch):
             averaged.update_parameters(model)
         assert averages_of(optimizer) == 0
     finally:
-        averaged_model._are_as_here.cache_clear()
+        _averages._are_as_here.cache_clear()
 
 
 FORKS = """

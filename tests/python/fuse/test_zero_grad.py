@@ -21,7 +21,7 @@ def test_stock_is_not_asked(changed, mode, monkeypatch):
     model = net()
     optimizer = optfuse.fuse(adamw(model.parameters()), mode=mode)
     asked = []
-    ours = "optfuse._step.ZERO_GRAD"
+    ours = "optfuse._fused.methods.ZERO_GRAD"
 
     def stock(self, set_to_none=True):
         asked.append(set_to_none)

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import optfuse
 from guard_scenarios.registry import Pair, guards, must_raise, through_address
-from optfuse import _gpu
-from optfuse._averages.averaged_model import stock_update_parameters
+from optfuse._averages import stock_update_parameters
+from optfuse._patches import cuda_graphs
 
 EMA = get_ema_multi_avg_fn(0.5)
 
@@ -82,7 +82,7 @@ class Graph:
 def a_replayed_graph_sees_the_update():
     pair = Pair()
     graphs = [Graph(model[0].weight) for model in (pair.theirs, pair.ours)]
-    _gpu.wrap(Graph, "replay", optfuse.flush)
+    cuda_graphs.wrap(Graph, "replay", optfuse.flush)
     pair.train(0)
     pair.assert_pending()
     theirs, ours = (graph.replay() for graph in graphs)

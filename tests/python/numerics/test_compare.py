@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optfuse._trials.compare import same_bits
+from optfuse._bits import same_bits
 
 
 @pytest.mark.parametrize(

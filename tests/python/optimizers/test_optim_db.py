@@ -17,8 +17,8 @@ from optim_inputs import INFOS, Input, flagged_inputs, make, plain_inputs, refer
 from test_bits import broken, joined, normal, pieces_of
 
 import optfuse
+from optfuse._fused.recorded import last_counts
 from optfuse._options import is_recorded
-from optfuse._recorded import last_counts
 from optfuse._rules import NATIVE, RULES
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))

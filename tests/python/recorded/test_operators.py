@@ -11,7 +11,7 @@ from style_classes import Base
 from torch import nn
 
 import optfuse
-from optfuse import _recorded
+from optfuse._fused.recorded import last_counts
 from optfuse._options import RECORDED
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -211,7 +211,7 @@ def test_elementwise_operators_on_special_numbers(name, mode):
         if mode == "backward":
             assert "ran once" in optfuse.explain(optimizer), name
         elif dtype == torch.float32:
-            counts = _recorded.last_counts(optimizer.__dict__[RECORDED])
+            counts = last_counts(optimizer.__dict__[RECORDED])
             assert counts["operators"] == 0, f"{name} is no program: {counts}"
 
 

@@ -12,7 +12,7 @@ from common import differing
 from recorded_classes import KINDS, Base
 
 import optfuse
-from optfuse import _recorded
+from optfuse._fused.recorded import last_counts
 from optfuse._options import RECORDED
 
 DEEDS = {}
@@ -230,7 +230,7 @@ def test_each_kind_of_class_has_stocks_bits_in_other_dtypes(name, dtype):
 def counts_after(cls, steps=4):
     world = World(cls, fused=True)
     world.steps(steps)
-    return _recorded.last_counts(world.optimizer.__dict__[RECORDED])
+    return last_counts(world.optimizer.__dict__[RECORDED])
 
 
 @pytest.mark.parametrize("name", ["Elementwise", "OldStyle"])

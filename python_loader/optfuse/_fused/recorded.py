@@ -20,7 +20,7 @@ import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse import _process, _shared_state
+from optfuse import _shared_state
 from optfuse._arguments.check import parameters_of
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
 from optfuse._library.bindings import lib, lib_with_gil
@@ -148,7 +148,6 @@ def is_asked(recorded: bool | None) -> bool:
 
 def record(optimizer: OptimizerT, options: Options, because: tuple[str, ...]) -> OptimizerT:
     """None of the class's code runs. because: why its class's kernels do not update."""
-    _process.start()
     raw_memory.watch_recorded()
     step = Step(optimizer, options, because)
     ours = step, step, step.state_of_owner, step.copy_of_owner

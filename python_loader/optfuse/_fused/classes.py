@@ -14,18 +14,18 @@ import torch
 import torch._dynamo
 from torch.optim import Optimizer
 
-from optfuse import _process, _step
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
+from optfuse._fused import methods
+from optfuse._fused.recorded import record
+from optfuse._fused.refuse import check_group, check_params
+from optfuse._fused.scheduler import rewrap
 from optfuse._gpu import is_gpu
 from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard
 from optfuse._link import Link, link_of
 from optfuse._options import DELAYED, LINK, MADE, Options, is_fused
 from optfuse._patches import raw_memory
-from optfuse._recorded import record
-from optfuse._refuse import check_group, check_params
 from optfuse._rules import AnyRule, Group, RecordedRule, RegisteredRule, Rule
-from optfuse._scheduler import rewrap
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
 from optfuse._updaters.recorded import Recorded
 
@@ -37,8 +37,8 @@ class _Fused:
     """The methods of a fused optimizer that differ; the rest is the stock class. Lightning's
     wrapper is an instance of it, too, and has none of its attributes."""
 
-    step = _step.step
-    zero_grad = _step.zero_grad
+    step = methods.step
+    zero_grad = methods.zero_grad
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
@@ -170,7 +170,7 @@ class _FusedRecorded(_Fused):
     def zero_grad(self, set_to_none: bool = True) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         _recorded_of(link_of(optimizer)).give_up(optimizer)
-        _step.zero_grad(optimizer, set_to_none)
+        methods.zero_grad(optimizer, set_to_none)
 
 
 def _recorded_of(link: Link) -> Recorded:
@@ -232,7 +232,6 @@ def fuse_by(rule: Rule, optimizer: OptimizerT, options: Options) -> OptimizerT:
     """In the way of the rule."""
     if isinstance(rule, RecordedRule) and options.mode == FORWARD and not options.delays:
         return record(optimizer, options, rule.because)
-    _process.start()
     if isinstance(rule, (RecordedRule, RegisteredRule)):
         raw_memory.watch_recorded()
     return become_fused(optimizer, options, rule)
