@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of docs/hazards.md that no other test has; the page names the tests of all rows."""
+"""Rows of docs/hazards.md that neither another test nor a deed of the programs has; the page names
+the tests of all rows."""
 
 import copy
 import ctypes
@@ -8,7 +9,6 @@ import pytest
 import torch
 from common import (
     adamw,
-    batch,
     everything,
     fused_backward,
     loss_of,
@@ -20,7 +20,6 @@ from common import (
     weights,
 )
 from scripts import trained
-from torch.utils.checkpoint import checkpoint
 
 import optfuse
 
@@ -31,64 +30,6 @@ def write(model, _):
     model[0].weight.data = model[0].weight.data * 0.5
     with torch.no_grad():
         model[2].weight.copy_(torch.ones_like(model[2].weight))
-
-
-def evaluate(model, _):
-    with torch.inference_mode():
-        return loss_of(model, 9).clone()
-
-
-def average(model, _):
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    averaged.update_parameters(model)
-    return list(averaged.parameters())
-
-
-def load(model, optimizer):
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def clear(model, optimizer):
-    optimizer.state.clear()
-
-
-def closure(model, optimizer):
-    def again():
-        optimizer.zero_grad()
-        loss = loss_of(model, 5)
-        loss.backward()
-        return loss
-
-    optimizer.zero_grad()
-    return optimizer.step(again)
-
-
-def checkpointed(model, optimizer):
-    optimizer.zero_grad()
-    checkpoint(model, batch(3)[0], use_reentrant=False).sum().backward()
-    optimizer.step()
-
-
-AFTER = {
-    "read": lambda model, _: model[2].weight.detach().numpy().tolist(),
-    "read state": lambda model, optimizer: optimizer.state[model[2].weight]["exp_avg"],
-    "export": lambda model, _: torch.export.export(model, (batch(0)[0],)).state_dict,
-    **{act.__name__: act for act in (write, evaluate, average, load, clear, closure, checkpointed)},
-}
-
-
-@pytest.mark.parametrize("act", AFTER)
-def test_what_is_done_after_step_is_equal_in_backward_mode(act):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            yield act, AFTER[act](model, optimizer)
-        yield from everything(model, optimizer)
-
-    same(script, "backward")
 
 
 def clear_averages(optimizer):
@@ -156,62 +97,6 @@ def test_weights_between_backward_and_step_are_the_new_ones():
     refused(optimizer.step, "was written in place")
     optimizer.step()
     assert torch.equal(model[2].weight, torch.ones_like(model[2].weight))
-
-
-def test_gradients_are_there_before_step():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            yield "norms", [p.grad.norm() for p in model.parameters()]
-            model[0].weight.grad.mul_(2)
-            model[0].bias.grad = None
-            model[2].weight.grad = torch.ones_like(model[2].weight)
-            optimizer.param_groups[0]["lr"] *= 0.5
-            optimizer.step()
-            wrap.pending()
-        yield from everything(model, optimizer)
-
-    same(script)
-
-
-def test_a_step_is_skipped():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            if i != 2:
-                optimizer.step()
-                wrap.pending()
-        yield from everything(model, optimizer)
-
-    same(script)
-
-
-def test_two_backward_passes_through_one_graph():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss = loss_of(model, i)
-            loss.backward(retain_graph=True)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            parameters = list(model.parameters())
-            loss_of(model, i).backward(create_graph=True, inputs=parameters)
-            sum(p.grad.square().sum() for p in parameters).backward(inputs=parameters)
-            for p in parameters:
-                p.grad = p.grad.detach()
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(script)
 
 
 def test_two_optimizers_share_a_parameter():

@@ -15,9 +15,9 @@ from test_models import (  # noqa: F401
     mobilenet,
     parts,
     resnet,
+    training,
 )
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 STEPS = 50
 CHOICES = ("last", "reverse_first", "budget")
@@ -34,27 +34,8 @@ def choice_of(name, model):
     return {"schedule": name, **more[name]}
 
 
-def training(build, kind, parts):  # noqa: F811
-    def script(wrap, arrange):
-        model, batches = build(*parts)
-        model.train()
-        arrange(model)
-        optimizer = wrap(OPTIMIZERS[kind](model.parameters()))
-        for _ in range(STEPS):
-            x, y = next(batches)
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-        yield "weights", dict(model.state_dict())
-        yield "state", optimizer.state_dict()["state"]
-
-    return script
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "kind", "choice", "mode"), SAMPLE)
 def test_50_steps_have_the_bits_of_stock(build, kind, choice, mode, parts):  # noqa: F811
     model, _ = build(*parts)
-    same_reordered(training(build, kind, parts), choice_of(choice, model), mode)
+    same_reordered(training(build, kind, parts, STEPS), choice_of(choice, model), mode)

@@ -72,12 +72,13 @@ OPTIMIZERS = {
 }
 
 
-def training(build, kind, parts):
-    def script(wrap):
+def training(build, kind, parts, steps=STEPS):
+    def script(wrap, arrange=lambda model: None):
         model, batches = build(*parts)
         model.train()
+        arrange(model)
         optimizer = wrap(OPTIMIZERS[kind](model.parameters()))
-        for _ in range(STEPS):
+        for _ in range(steps):
             x, y = next(batches)
             optimizer.zero_grad()
             loss = cross_entropy(model(x).flatten(0, -2), y.flatten())
