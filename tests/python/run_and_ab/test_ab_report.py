@@ -16,10 +16,9 @@ from torch import nn
 
 import optfuse
 from optfuse_tools.ab import page_faults, progress
-from optfuse_tools.ab.interval import Interval, median_interval
+from optfuse_tools.ab.interval import median_interval
 from optfuse_tools.ab.result import Comparison, Row, in_page_faults, undecided
 from optfuse_tools.ab.variants import VARIANTS
-from optfuse_tools.ab.verdict import on_speed
 
 TWO = {name: VARIANTS[name] for name in ("no optimizer", "default")}
 
@@ -290,24 +289,6 @@ def test_fresh_memory_has_page_faults_and_kept_memory_has_none():
     memory[::4096] = b"x" * len(memory[::4096])
     kept.add_since(before)
     assert fresh.faults > 10 * max(kept.faults, 1)
-
-
-# Verdicts
-
-
-def test_a_verdict_can_be_read_once():
-    def said(median, low, high, rounds=9):
-        return on_speed("forward fusion", Interval(median, low, high), "fused=True", rounds, 5)
-
-    start = "forward fusion is "
-    assert said(3.14, 3.09, 3.18, 2) == (
-        f"{start}3.1 times as fast as fused=True in 2 rounds, which are too few to be sure: run "
-        "more"
-    )
-    assert said(1.6, 1.55, 1.66) == f"{start}1.60 times as fast as fused=True (1.55 to 1.66)"
-    assert said(1.0, 0.98, 1.03).startswith(f"{start}as fast as fused=True, as far as can be seen")
-    assert said(0.5, 0.48, 0.52).startswith(f"{start}slower than fused=True: 0.50 times as fast")
-    assert "or anything from 0.80 to 1.30 times" in said(1.0, 0.8, 1.3)
 
 
 def test_a_function_of_the_caller_hears_of_each_round():

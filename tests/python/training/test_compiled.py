@@ -24,6 +24,8 @@ from common import (
 )
 from scripts import trained
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 STEPS = 5
 slow = pytest.mark.slow
@@ -53,23 +55,21 @@ class Compiles:
 
 
 def trained_compiled(compiled, counter, make=adamw):
-    def script(wrap):
+    def start(wrap):
         model = net()
-        fast = compiled(model, counter)
-        optimizer = wrap(make(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x, y = batch(i)
-            loss = nn.functional.mse_loss(fast(x), y)
-            loss.backward()
-            optimizer.step()
-            wrap.pending()
-            yield "loss", loss
-        with torch.no_grad():
-            yield "evaluation", fast(batch(99)[0])
-        yield from everything(model, optimizer)
+        model.fast = [compiled(model, counter)]
+        return model, wrap(make(model.parameters()))
 
-    return script
+    def loss(model, i):
+        x, y = batch(i)
+        return nn.functional.mse_loss(model.fast[0](x), y)
+
+    def between(model, optimizer, i):
+        if i == STEPS - 1:
+            with torch.no_grad():
+                yield "evaluation", model.fast[0](batch(99)[0])
+
+    return trained(start=start, loss=loss, between=between, steps=STEPS)
 
 
 def compiled_function(model, backend):
@@ -248,89 +248,66 @@ class TestTorchScript:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("when", ("before training", "while pending"))
     def test_functions_made_from_the_model(self, kind, when):
-        def script(wrap):
+        def start(wrap):
             model = net()
-            made = KINDS[kind](model) if when == "before training" else None
-            optimizer = wrap(adamw(model.parameters()))
-            for i in range(STEPS):
-                train(model, optimizer, i)
-                if i == 1 and made is None:
-                    wrap.pending()
-                    made = KINDS[kind](model)
-                if made is not None:
-                    with torch.no_grad():
-                        yield "output", made(batch(50 + i)[0])
-            yield from everything(model, optimizer)
+            model.made = [KINDS[kind](model)] if when == "before training" else []
+            model.prove = wrap.pending
+            return model, wrap(adamw(model.parameters()))
 
+        def between(model, optimizer, i):
+            if i == 1 and not model.made:
+                model.prove()
+                model.made = [KINDS[kind](model)]
+            with torch.no_grad():
+                yield "output", [made(batch(50 + i)[0]) for made in model.made]
+
+        script = trained(start=start, iteration=train, between=between, steps=STEPS)
         same(script, prove=when == "while pending")
 
     @pytest.mark.parametrize("kind", ("trace", "script"))
     def test_saved_while_pending(self, kind):
-        def script(wrap):
+        def start(wrap):
             model = net()
-            made = KINDS[kind](model)
-            optimizer = wrap(sgd(model.parameters()))
-            for i in range(STEPS):
-                train(model, optimizer, i)
-                buffer = io.BytesIO()
-                torch.jit.save(made, buffer)
-                buffer.seek(0)
-                with torch.no_grad():
-                    yield "loaded", torch.jit.load(buffer)(batch(7)[0])
+            model.made = [KINDS[kind](model)]
+            return model, wrap(sgd(model.parameters()))
 
-        same(script, prove=False)
+        def between(model, optimizer, i):
+            buffer = io.BytesIO()
+            torch.jit.save(model.made[0], buffer)
+            buffer.seek(0)
+            with torch.no_grad():
+                yield "loaded", torch.jit.load(buffer)(batch(7)[0])
+
+        same(trained(start=start, iteration=train, between=between), prove=False)
 
     def test_a_scripted_model_trains(self):
         same(trained(model=lambda: torch.jit.script(net())))
 
 
-def test_export_while_pending():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)
-        for strict in (False, True):
-            train(model, optimizer, 4)
-            wrap.pending()
-            program = torch.export.export(model, batch(7)[:1], strict=strict)
-            yield "exported", program.module()(batch(7)[0])
-        yield from everything(model, optimizer)
+def exported(strict):
+    def made(model):
+        program = torch.export.export(model, batch(7)[:1], strict=strict)
+        return program.module()(batch(7)[0])
 
-    same(script)
+    return made
 
 
-def test_fx_and_make_fx_while_pending():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        train(model, optimizer, 0)
-        wrap.pending()
-        yield "fx", torch.fx.symbolic_trace(model)(batch(7)[0])
-        train(model, optimizer, 1)
-        wrap.pending()
-        yield "make_fx", make_fx(lambda x: model(x))(batch(7)[0])(batch(8)[0])
-        train(model, optimizer, 2)
-        wrap.pending()
-        yield "functionalize", torch.func.functionalize(lambda x: model(x))(batch(7)[0])
-
-    same(script)
+def fake_shapes(model):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        shapes = [tuple(mode.from_tensor(p).shape) for p in model.parameters()]
+        return [*shapes, tuple((model[0].weight + 1).shape)]
 
 
-def test_fake_tensors_made_while_pending():
-    from torch._subclasses.fake_tensor import FakeTensorMode
+MADE = {
+    "export": exported(strict=False),
+    "strict export": exported(strict=True),
+    "fx": lambda model: torch.fx.symbolic_trace(model)(batch(7)[0]),
+    "make_fx": lambda model: make_fx(lambda x: model(x))(batch(7)[0])(batch(8)[0]),
+    "functionalize": lambda model: torch.func.functionalize(lambda x: model(x))(batch(7)[0]),
+    "fake tensors": fake_shapes,
+}
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        train(model, optimizer, 0)
-        wrap.pending()
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            shapes = [tuple(mode.from_tensor(p).shape) for p in model.parameters()]
-            shapes.append(tuple((model[0].weight + 1).shape))
-        yield "shapes", shapes
-        yield from everything(model, optimizer)
 
-    same(script)
+@pytest.mark.parametrize("what", MADE)
+def test_what_is_made_of_a_model_while_pending(what):
+    same(trained(between=lambda model, optimizer, i: MADE[what](model), steps=2))
