@@ -7,6 +7,8 @@ import functools
 import pytest
 import torch
 from common import adamw, everything, refused, sgd
+from programs.cases import failures
+from programs.deed import DEEDS
 from reorder_scripts import CHOICES, MODES, mlp, random, same_reordered, x_of
 from test_architectures import CALLS, square_of_output
 from torch import nn
@@ -174,23 +176,6 @@ def test_a_reentrant_checkpoint_is_computed_in_stocks_order(mode):
     assert turns["0"] == (None, "recomputed in backward (reentrant checkpoint)")
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_accumulation_and_clipping(choice):
-    def script(wrap, arrange):
-        model = mlp()
-        arrange(model)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad(set_to_none=i % 2 == 0)
-            for part in range(3):
-                usual(model, 3 * i + part).backward()
-            yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same_reordered(script, CHOICES[choice], "forward")
-
-
 def test_anomaly_mode_names_the_layer():
     model = mlp()
     with (
@@ -202,59 +187,6 @@ def test_anomaly_mode_names_the_layer():
         with torch.no_grad():
             model[8].weight.fill_(float("nan"))
         model(x_of(0)).nan_to_num().square().sum().backward()
-
-
-def test_grad_scaler():
-    def script(wrap, arrange):
-        model = mlp()
-        arrange(model)
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x_of(i)).float().square().mean()
-            scaler.scale(loss * float("inf") if i == 3 else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            yield "scale", scaler.get_scale()
-        yield from everything(model, optimizer)
-
-    same_reordered(script, CHOICES["last"], "forward")
-
-
-def test_hooks_see_the_gradients_of_stock():
-    def script(wrap, arrange):
-        model = mlp()
-        arrange(model)
-        optimizer = wrap(sgd(model.parameters()))
-        seen = []
-        for name, p in model.named_parameters():
-            p.register_hook(lambda g, name=name: seen.append((name, g.clone())) or g * 2)
-        model[2].register_full_backward_hook(lambda m, gx, gy: seen.append(("module", gx, gy)))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            usual(model, i).backward()
-            optimizer.step()
-        yield "seen", sorted(((str(s[0]), *s[1:]) for s in seen), key=lambda s: s[0])
-        yield from everything(model, optimizer)
-
-    same_reordered(script, CHOICES["last"])
-
-
-def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
-    def script(wrap, arrange):
-        model = mlp()
-        arrange(model)
-        loss = usual(model, 0)
-        loss.backward(retain_graph=True)
-        yield "once", [p.grad for p in model.parameters()]
-        loss.backward()
-        yield "twice", [p.grad for p in model.parameters()]
-        inputs = [model[2].weight, model[4].bias]
-        yield "some", torch.autograd.grad(usual(model, 1), inputs)
-
-    same_reordered(script, CHOICES["last"])
 
 
 @pytest.mark.parametrize("choice", ({"schedule": "last"}, {"schedule": "auto", "network": (0, 0)}))
@@ -309,3 +241,19 @@ def test_selective_checkpoint(policy, mode):
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts).square().mean()
 
     same_reordered(training(mlp, loss), CHOICES["last"], mode)
+
+
+KINDS_OF_DEEDS = ("adding", "clipping", "failing", "gradients", "passes", "training")
+OF_TRAINING = [
+    name
+    for name, deed in DEEDS.items()
+    if deed.function.__module__.rpartition(".")[2] in KINDS_OF_DEEDS
+]
+
+
+@pytest.mark.parametrize("mode", ("forward", "backward"))
+@pytest.mark.parametrize("name", sorted({*OF_TRAINING} - {"iteration_in_another_order"}))
+def test_deeds(name, mode):
+    """Accumulating, clipping, scaling, hooks, graphs that are kept, passes that fail."""
+    found = failures(name, mode, ("AdamW",), order={"schedule": "last"})
+    assert not found, f"{len(found)} cases fail, such as\n" + "\n".join(found[:3])
