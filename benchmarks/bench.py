@@ -32,6 +32,7 @@ import pipeline_sleep
 import promised_gradients
 import reorder
 import small
+import start
 import survey
 import torch
 import trips
@@ -50,6 +51,7 @@ SECTIONS = {
     "kernels": kernels.section,
     "memory": memory.section,
     "launch": launch.section,
+    "start": start.section,
     "trips": trips.section,
     "promises": promised_gradients.section,
     "survey": survey.section,
@@ -69,6 +71,7 @@ SMOKE = ("cells", "memory", "kernels")
 OF_ANY_OPTIMIZER = (
     "survey",
     "recorded",
+    "start",
     "trips",
     "promises",
     "kernels",
@@ -88,6 +91,7 @@ HELP = """sections:
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
   launch   instructions of the host around an update, for a CPU and for a GPU
+  start    milliseconds before a script trains: imports, an optimizer, fuse()
   trips    Python functions that an iteration enters, and its calls of the library
   promises thin linear layers whose gradients are promises, under two policies of memory
   survey   optimizers of other packages, recorded: equal to stock, and where; see --packages
