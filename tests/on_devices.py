@@ -12,3 +12,4 @@ PROMISES += ["backward/test_recomputation", "backward/test_waiting", "backward/t
 PROMISES += ["amp/test_scaler"]
 PROMISES += ["clipping/test_clip_memory", "clipping/test_clip_looks"]
 PROMISES += ["clipping/test_clip_parameters"]
+PROMISES += ["programs/test_each"]  # every deed

@@ -15,8 +15,9 @@ import inspect
 import gpu
 import pytest
 import torch
-from common import Fused, Stock, assert_same, batch, snapshot
+from common import Fused, Stock, adamw, assert_same, batch, snapshot
 from gpu import NAME, settle
+from scripts import trained
 from torch import nn
 
 # Optimizers of a script, kept so that it does not free them with work under way.
@@ -118,19 +119,24 @@ def races_without(guard, script, monkeypatch, mode="forward", **options):
 # Small things to train
 
 
+def training(make=adamw, model=None, **how):
+    """A script that trains, and looks at all in the end; see tests/python/scripts.py."""
+    return trained(make, model or net, **{"loss": loss_of, "iteration": train, **how})
+
+
 def net(device=NAME):
     layers = (nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 3))
     return nn.Sequential(*layers).to(device)
 
 
 def loss_of(model, i):
+    gpu.keep_busy()
     place = next(model.parameters()).device
     x, y = (part.to(place) for part in batch(i))
     return (model(x) - y).square().mean()
 
 
 def backward(model, optimizer, i):
-    gpu.keep_busy()
     optimizer.zero_grad()
     loss_of(model, i).backward()
 

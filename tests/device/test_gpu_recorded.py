@@ -9,9 +9,9 @@ import gpu
 import pytest
 import test_recorded
 import torch
-from common import Fused, adamw, assert_same, everything, python_ok
+from common import Fused, adamw, assert_same, python_ok
 from gpu import NAME, captured
-from legal import in_order, legal, net, play, races_without, settle, to_host, train
+from legal import in_order, legal, net, play, races_without, settle, to_host, train, training
 from recorded_classes import KINDS, Base
 from stream_programs import describe, draw, mended, run
 from style_classes import ON_ANY_DEVICE
@@ -331,25 +331,17 @@ def test_order_and_bits_are_those_of_the_class(way, name, work):
     legal(script_of(CLASSES[name], work, way != "forward"), WAYS[way], prove=False)
 
 
-def of_a_model(make, steps=5):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        getattr(optimizer, "train", bool)()
-        for i in range(steps):
-            train(model, optimizer, i)
-        yield from everything(model, optimizer)
-
-    return script
-
-
 MODES = ("forward", "backward")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [*ON_ANY_DEVICE, torch.optim.Adafactor], ids=lambda c: c.__name__)
 def test_classes_in_other_styles(make, mode):
-    legal(of_a_model(make, 8), mode, prove=False)
+    def iteration(model, optimizer, i):
+        getattr(optimizer, "train", bool)()
+        train(model, optimizer, i)
+
+    legal(training(make, iteration=iteration, steps=8), mode, prove=False)
 
 
 @in_order("forward", prove=False)
@@ -592,7 +584,7 @@ class ManyTemporaries(Base):
 
 @pytest.mark.parametrize("cls", [Long, ManyTemporaries])
 def test_programs_that_are_too_large_are_several(cls):
-    legal(of_a_model(cls), prove=False)
+    legal(training(cls), prove=False)
 
 
 @pytest.mark.parametrize("mode", MODES)

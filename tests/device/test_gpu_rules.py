@@ -10,9 +10,9 @@ import gpu
 import optim_inputs
 import pytest
 import torch
-from common import as_of_torch, assert_same, everything
+from common import as_of_torch, assert_same
 from gpu import NAME
-from legal import in_order, net, train
+from legal import in_order, legal, training
 from optim_entries import ENTRIES
 from torch.optim import ASGD, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, RMSprop
 from tried import DTYPES, KERNELS, MODES, OWN, SIZES, Subclass, all_of, isa, parameters, steps
@@ -74,15 +74,10 @@ def test_every_input_of_pytorchs_tests_in_float32(cls, mode, small_trials):
             trained(make, torch.float32, mode, 6, shapes, strict=False)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
-@in_order(*MODES)
-def test_order_and_bits_are_those_of_the_class(wrap, cls, small_trials):
-    model = net()
-    optimizer = wrap(cls(model.parameters(), lr=1e-2))
-    assert not wrap.fused or isa(optimizer) == KERNELS
-    for i in range(4):
-        train(model, optimizer, i)
-    yield from everything(model, optimizer)
+def test_order_and_bits_are_those_of_the_class(cls, mode, small_trials):
+    legal(training(lambda params: cls(params, lr=1e-2), steps=4), mode)
 
 
 @pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)

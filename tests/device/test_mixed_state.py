@@ -2,6 +2,7 @@
 """Float32 parameters whose Adam state is bfloat16, on a GPU that the CPU plays: PyTorch's fused
 kernel takes these from 2.12 on, and other implementations refuse them."""
 
+import functools
 import itertools
 
 import gpu
@@ -9,7 +10,7 @@ import pytest
 import torch
 from common import Fused, adamw, assert_same, refused
 from gpu import NAME, captured
-from legal import backward, in_order, legal, loss_of, net, to_host, train
+from legal import backward, in_order, legal, net, to_host, train, training
 from mixed_state import NARROW, dtypes_of, entry_of, make_state, with_narrow_state
 from test_gpu_trial import stock
 
@@ -39,27 +40,22 @@ _numbers = itertools.count(1)
 
 def adam(parameters, **options):
     """As AdamW, or not."""
-    decoupled = options.pop("decoupled_weight_decay", True)
-    return (adamw if decoupled else adam_of_l2)(parameters, **options)
+    kind = torch.optim.AdamW if options.pop("decoupled_weight_decay", True) else torch.optim.Adam
+    return kind(parameters, **{"lr": 1e-2, "weight_decay": 1e-1, "fused": True, **options})
 
 
-def adam_of_l2(parameters, **options):
-    options = {"lr": 1e-2, "weight_decay": 1e-1, "fused": True, **options}
-    return torch.optim.Adam(parameters, **options)
+def narrowed(parameters, **options):
+    return with_narrow_state(adam(parameters, **options))
 
 
-def loop(options, steps=STEPS, iteration=train):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(with_narrow_state(adam(model.parameters(), **options)))
-        for i in range(steps):
-            iteration(model, optimizer, i)
-            if i != 1:  # once, the next step finds updates that nobody has used
-                yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
-        yield "dtypes", dtypes_of(optimizer)
+def loop(options, iteration=train):
+    def between(model, optimizer, i):
+        if i != 1:  # once, the next step finds updates that nobody has used
+            yield "weights", list(model.parameters())
+            yield "dtypes", dtypes_of(optimizer)
 
-    return script
+    make = functools.partial(narrowed, **options)
+    return training(make, iteration=iteration, between=between, steps=STEPS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -129,22 +125,14 @@ def test_load_state_dict(mode, narrow_again):
         for entry in optimizer.state.values():
             entry.update({k: v.to(NARROW) for k, v in entry.items() if k != "step"})
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(with_narrow_state(adamw(model.parameters())))
-        for i in range(2):
-            train(model, optimizer, i)
-        kept = optimizer.state_dict()
-        if narrow_again:
-            optimizer.register_load_state_dict_post_hook(narrow)
-        optimizer.load_state_dict(kept)
-        yield "dtypes", dtypes_of(optimizer)
-        for i in range(2, STEPS):
-            train(model, optimizer, i)
-        yield "weights", list(model.parameters())
-        yield "dtypes then", dtypes_of(optimizer)
+    def between(model, optimizer, i):
+        if i == 1:
+            if narrow_again:
+                optimizer.register_load_state_dict_post_hook(narrow)
+            optimizer.load_state_dict(optimizer.state_dict())
+        return dtypes_of(optimizer)
 
-    legal(script, mode)
+    legal(training(narrowed, between=between, steps=STEPS), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -154,21 +142,6 @@ def test_a_learning_rate_on_the_device(mode):
         train(model, optimizer, i)
 
     legal(loop({}, iteration=iteration), mode)
-
-
-@in_order("forward")
-def test_a_loss_scale_and_infinite_gradients(wrap):
-    model = net()
-    optimizer = wrap(with_narrow_state(adamw(model.parameters())))
-    scaler = torch.amp.GradScaler(NAME, init_scale=2.0**100, growth_interval=2)
-    for i in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, i)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    yield "scale", scaler.get_scale()
-    yield "weights", list(model.parameters())
-    yield "state", optimizer.state_dict()["state"]
 
 
 def test_clipped_gradients():

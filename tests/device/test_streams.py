@@ -11,7 +11,7 @@ import pytest
 import torch
 from common import adamw, assert_same, everything, sgd, snapshot
 from gpu import NAME
-from legal import backward, in_order, kept, legal, loss_of, net, races_without, train
+from legal import backward, in_order, kept, legal, loss_of, net, races_without, train, training
 
 import optfuse
 from optfuse._process import drain_all
@@ -251,31 +251,29 @@ def test_a_model_is_deleted_while_its_update_is_pending(wrap):
 # Scalars on the device
 
 
-@in_order("forward")
-def test_a_learning_rate_on_the_device_is_that_of_its_step(wrap):
-    rate = torch.tensor(1e-2, device=NAME)
-    model = net()
-    optimizer = wrap(adamw(model.parameters(), lr=rate))
-    for i in range(3):
-        train(model, optimizer, i)
-        rate.mul_(0.5)  # before anything uses a parameter
-    yield "weights", list(model.parameters())
+def test_a_learning_rate_on_the_device_is_that_of_its_step():
+    def make(params):
+        return adamw(params, lr=torch.tensor(1e-2, device=NAME))
+
+    def between(model, optimizer, i):
+        optimizer.param_groups[0]["lr"].mul_(0.5)  # before anything uses a parameter
+
+    legal(training(make, between=between))
 
 
-@in_order("forward")
-def test_a_loss_scale_is_that_of_its_step(wrap):
-    model = net()
-    optimizer = wrap(adamw(model.parameters()))
-    scale, inf = (torch.tensor(v, device=NAME) for v in (16.0, 0.0))
-    for i in range(4):
+def test_a_loss_scale_is_that_of_its_step():
+    def iteration(model, optimizer, i):
+        if i == 0:
+            optimizer.grad_scale, optimizer.found_inf = (
+                torch.tensor(v, device=NAME) for v in (16.0, 0.0)
+            )
         optimizer.zero_grad()
-        (loss_of(model, i) * scale).backward()
-        optimizer.grad_scale, optimizer.found_inf = scale, inf
+        (loss_of(model, i) * optimizer.grad_scale).backward()
         optimizer.step()
-        scale.mul_(2)
-        inf.fill_(float(i == 1))  # the third step is left out
-    yield "weights", list(model.parameters())
-    yield "state", optimizer.state_dict()["state"]
+        optimizer.grad_scale.mul_(2)
+        optimizer.found_inf.fill_(float(i == 1))  # the third step is left out
+
+    legal(training(iteration=iteration, steps=4))
 
 
 @pytest.mark.parametrize(("mode", "bucket_bytes"), [("forward", 1), *((m, 0) for m in MODES)])
@@ -284,17 +282,13 @@ def test_a_loss_scale_is_that_of_its_step(wrap):
 def test_counters_are_those_of_any_flag(flag, make, mode, bucket_bytes):
     """PyTorch counts the step, updates unless the flag is 1, and subtracts the flag."""
 
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()), bucket_bytes=bucket_bytes)
-        optimizer.found_inf = torch.tensor(0.0, device=NAME)
-        for i in range(4):
-            train(model, optimizer, i)
-            optimizer.found_inf.fill_(flag if i == 1 else 0.0)
-        yield "weights", list(model.parameters())
-        yield "state", optimizer.state_dict()["state"]
+    def iteration(model, optimizer, i):
+        if i == 0:
+            optimizer.found_inf = torch.tensor(0.0, device=NAME)
+        train(model, optimizer, i)
+        optimizer.found_inf.fill_(flag if i == 1 else 0.0)
 
-    legal(script, mode)
+    legal(training(make, iteration=iteration, steps=4), mode, bucket_bytes=bucket_bytes)
 
 
 def test_another_thread_tells_scalars_while_they_are_read():
@@ -430,13 +424,9 @@ def test_a_rate_on_one_of_two_devices(wrap):
     yield "weights", [list(model.parameters()) for model in models]
 
 
-@in_order(*MODES)
-def test_the_current_device_may_be_another_one(wrap):
-    model = net(gpu.second())
-    optimizer = wrap(adamw(model.parameters()))
-    for i in range(3):
-        train(model, optimizer, i)  # on device 0
-    yield "weights", list(model.parameters())
+@pytest.mark.parametrize("mode", MODES)
+def test_the_current_device_may_be_another_one(mode):
+    legal(training(model=lambda: net(gpu.second())), mode)  # on device 0
 
 
 def visits_of_steps(steps=3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import adamw, everything, refused, sgd
 from gpu import NAME
-from legal import in_order, legal, loss_of, net, settle, to_host, train
+from legal import in_order, legal, loss_of, net, settle, to_host, train, training
 from test_fake_device import conv_net, images, transformer, words
 
 import optfuse
@@ -76,15 +76,13 @@ def test_a_gradient_that_is_another_parameter_is_refused(make, reader, owner):
     assert not any(map(torch.equal, before, params))
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", (adamw, sgd))
-@in_order(*MODES)
-def test_an_option_that_becomes_a_tensor_on_the_device(wrap, make):
-    model = net()
-    optimizer = wrap(make(model.parameters()))
-    for i in range(STEPS):
-        train(model, optimizer, i)
+def test_an_option_that_becomes_a_tensor_on_the_device(make, mode):
+    def between(model, optimizer, i):
         optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.5 + i, device=NAME)
-    yield "weights", list(model.parameters())
+
+    legal(training(make, between=between), mode)
 
 
 @in_order(*MODES)

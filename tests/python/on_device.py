@@ -30,11 +30,15 @@ LEFT_OUT = {
     r"sparse|a_failure_names_its_parameter": NOT_PLAYED,
     r"lazy_parameter|lazy_zero|lazily_negated": NOT_PLAYED,
     r"capability": "a CPU has it",
+    r"iteration_in_another_order": "times that decide of an order are a CPU's",
 }
 
 # Those that a real GPU can do.
 LEFT_OUT_WHERE_IT_IS_PLAYED = {
     r"DLPack|\[(adamw-|sgd-)?data =\]": NOT_PLAYED,
+    # p.data = launches nothing there.
+    r"another_dtype|forward-(write|new_data|vector_to_parameters|cast_before_step)\]": NOT_PLAYED,
+    r"backward-(hook_before_step_on|step_with_a_hook_that)": "a late change is not told there",
 }
 
 # On a GPU, which the fake one plays otherwise.

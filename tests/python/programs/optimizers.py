@@ -5,6 +5,7 @@ registered, and those that couple their parameters."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import on_device
 import own_classes
 import recorded_classes
 import style_classes
@@ -129,4 +130,6 @@ EACH = (
     "Coupled",
     "RegisteredTensors",
 )
+if on_device.DEVICE:  # where the ways of all kinds have tests of their own
+    EACH = ("AdamW", "Elementwise")
 SIXTEEN_BITS = ("Adam", "AdamW")  # see draw.py
