@@ -104,24 +104,33 @@ void arrays_place_aligned(arrays *a, of_dtype dtype, size_t n, unsigned state_us
         a->at[odd] -= of_dtype_size(arrays_dtype(a, (int)odd));
 }
 
-static void put(unsigned char *to, of_dtype dtype, double value) {
+void arrays_put(unsigned char *to, of_dtype dtype, double value) {
     const float single = (float)value;
+    const uint16_t narrow =
+        dtype == OF_BFLOAT16 ? of_bfloat16_narrow(single) : of_float16_narrow(single);
+    if (dtype == OF_FLOAT32)
+        memcpy(to, &single, sizeof single);
+    else if (dtype == OF_FLOAT64)
+        memcpy(to, &value, sizeof value);
+    else
+        memcpy(to, &narrow, sizeof narrow);
+}
+
+double arrays_get(const unsigned char *from, of_dtype dtype) {
+    float single = 0;
+    double value;
     uint16_t narrow;
     switch (dtype) {
     case OF_FLOAT32:
-        memcpy(to, &single, sizeof single);
-        return;
+        memcpy(&single, from, sizeof single);
+        return single;
     case OF_FLOAT64:
-        memcpy(to, &value, sizeof value);
-        return;
-    case OF_BFLOAT16:
-        narrow = of_bfloat16_narrow(single);
-        break;
+        memcpy(&value, from, sizeof value);
+        return value;
     default:
-        narrow = of_float16_narrow(single);
-        break;
+        memcpy(&narrow, from, sizeof narrow);
+        return dtype == OF_BFLOAT16 ? of_bfloat16_widen(narrow) : of_float16_widen(narrow);
     }
-    memcpy(to, &narrow, sizeof narrow);
 }
 
 static double random_value(of_dtype dtype, bool negative, uint64_t *random) {
@@ -145,7 +154,7 @@ void arrays_fill(arrays *a, uint64_t *random) {
         const of_dtype dtype = arrays_dtype(a, i);
         const size_t size = of_dtype_size(dtype);
         for (size_t k = 0; a->at[i] && k < a->n; k++)
-            put(a->at[i] + k * size, dtype, random_value(dtype, negative[i], random));
+            arrays_put(a->at[i] + k * size, dtype, random_value(dtype, negative[i], random));
     }
 }
 
@@ -162,21 +171,9 @@ of_span arrays_span(const arrays *a, size_t tail) {
     return span;
 }
 
-static bool is_nan(const unsigned char *at, of_dtype dtype) {
-    float single;
-    double value;
-    uint16_t narrow;
-    switch (dtype) {
-    case OF_FLOAT32:
-        memcpy(&single, at, sizeof single);
-        return isnan(single);
-    case OF_FLOAT64:
-        memcpy(&value, at, sizeof value);
-        return isnan(value);
-    default:
-        memcpy(&narrow, at, sizeof narrow);
-        return (narrow & 0x7fffu) > (dtype == OF_BFLOAT16 ? 0x7f80u : 0x7c00u);
-    }
+bool arrays_same(const unsigned char *x, const unsigned char *y, of_dtype dtype) {
+    return memcmp(x, y, of_dtype_size(dtype)) == 0 ||
+           (isnan(arrays_get(x, dtype)) && isnan(arrays_get(y, dtype)));
 }
 
 size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *element) {
@@ -187,8 +184,7 @@ size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *eleme
         if (!a->at[i] || memcmp(a->at[i], b->at[i], a->n * size) == 0)
             continue;
         for (size_t k = 0; k < a->n; k++) {
-            const unsigned char *x = a->at[i] + k * size, *y = b->at[i] + k * size;
-            if (memcmp(x, y, size) == 0 || (is_nan(x, dtype) && is_nan(y, dtype)))
+            if (arrays_same(a->at[i] + k * size, b->at[i] + k * size, dtype))
                 continue;
             if (count++ == 0) {
                 *array = i;

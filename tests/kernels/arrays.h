@@ -53,6 +53,11 @@ size_t arrays_differ(const arrays *a, const arrays *b, int *array, size_t *eleme
 /* Whether the pattern around every array is untouched. */
 bool arrays_intact(const arrays *a);
 
+/* An element as a number, and whether two are the same, as above. */
+void arrays_put(unsigned char *to, of_dtype dtype, double value);
+double arrays_get(const unsigned char *from, of_dtype dtype);
+bool arrays_same(const unsigned char *x, const unsigned char *y, of_dtype dtype);
+
 uint64_t random_next(uint64_t *state); /* never 0 as a seed */
 double random_real(uint64_t *state);   /* in [0, 1) */
 

@@ -139,25 +139,6 @@ TEST(every_norm_has_the_bits_of_the_c_one) {
     arrays_destroy(&a);
 }
 
-static double number_at(const unsigned char *at, of_dtype dtype) {
-    double wide;
-    float single;
-    uint16_t narrow;
-    memcpy(&narrow, at, sizeof narrow);
-    switch (dtype) {
-    case OF_FLOAT32:
-        memcpy(&single, at, sizeof single);
-        return single;
-    case OF_FLOAT64:
-        memcpy(&wide, at, sizeof wide);
-        return wide;
-    case OF_BFLOAT16:
-        return of_bfloat16_widen(narrow);
-    default:
-        return of_float16_widen(narrow);
-    }
-}
-
 /* Fills what is read; without infinities and NaN, if they are not `special`. Returns what fabs()
  * and comparisons find. */
 static double fill_and_find(arrays *a, bool special, uint64_t *random) {
@@ -166,9 +147,9 @@ static double fill_and_find(arrays *a, bool special, uint64_t *random) {
     arrays_fill(a, random);
     for (size_t i = 0; i < a->n; i++) {
         unsigned char *at = a->at[FROM] + i * size;
-        if (!special && !isfinite(number_at(at, a->dtype)))
+        if (!special && !isfinite(arrays_get(at, a->dtype)))
             memset(at, 0, size);
-        const double x = fabs(number_at(at, a->dtype));
+        const double x = fabs(arrays_get(at, a->dtype));
         most = isnan(most) || x <= most ? most : x;
     }
     return most;
@@ -185,7 +166,7 @@ TEST(the_largest_is_found_in_every_dtype) {
             arrays_place(&a, dtype, n, 0, &random);
             const double most = fill_and_find(&a, i % 3 == 0, &random);
             of_largest_find(isa)(a.at[TO], a.at[FROM], a.n, of_dtype_size(dtype));
-            const double found = number_at(a.at[TO], dtype);
+            const double found = arrays_get(a.at[TO], dtype);
             ck_assert_msg((found == most && !signbit(found)) || (isnan(found) && isnan(most)),
                           "%s %s, round %d: %g, not %g", of_isa_name(isa), of_dtype_name(dtype), i,
                           found, most);

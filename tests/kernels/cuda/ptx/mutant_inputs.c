@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu/narrow.h"
 #include "host_driver.h"
 #include "machine.h"
 #include "packing.h"
@@ -58,28 +57,6 @@ static void fill_scaling(input *in, of_dtype dtype, uint64_t *random) {
                                                                   : (void *)&b->factor};
 }
 
-static double get(const unsigned char *at, of_dtype dtype) {
-    double wide = 0;
-    float narrow = 0;
-    uint16_t half;
-    memcpy(&wide, at, of_dtype_size(dtype) == 8 ? 8 : 0);
-    memcpy(&narrow, at, of_dtype_size(dtype) == 4 ? 4 : 0);
-    memcpy(&half, at, 2);
-    if (dtype == OF_BFLOAT16 || dtype == OF_FLOAT16)
-        return (double)(dtype == OF_BFLOAT16 ? of_bfloat16_widen(half) : of_float16_widen(half));
-    return dtype == OF_FLOAT64 ? wide : (double)narrow;
-}
-
-static void put(unsigned char *at, of_dtype dtype, double wide) {
-    const float narrow = (float)wide;
-    const uint16_t half =
-        dtype == OF_BFLOAT16 ? of_bfloat16_narrow(narrow) : of_float16_narrow(narrow);
-    if (of_dtype_size(dtype) == 2)
-        memcpy(at, &half, 2);
-    else
-        memcpy(at, dtype == OF_FLOAT64 ? (const void *)&wide : &narrow, of_dtype_size(dtype));
-}
-
 /* A buffer and a gradient of which nearly nothing is left in SGD's sum: what is left shows which
  * of its products was rounded, in 16 bits, too. The best of some. */
 static void cancel(const input *in, of_dtype dtype, const arrays *mine, size_t k,
@@ -90,10 +67,10 @@ static void cancel(const input *in, of_dtype dtype, const arrays *mine, size_t k
     unsigned char best[2][8];
     double least = INFINITY;
     for (int i = 0; i < 64; i++) {
-        put(buffer, dtype, random_real(random) * 2 - 1);
-        const double product = get(buffer, dtype) * hyper[sgd_momentum];
-        put(grad, dtype, product / weight);
-        const double left = fabs((product - get(grad, dtype) * weight) / product);
+        arrays_put(buffer, dtype, random_real(random) * 2 - 1);
+        const double product = arrays_get(buffer, dtype) * hyper[sgd_momentum];
+        arrays_put(grad, dtype, product / weight);
+        const double left = fabs((product - arrays_get(grad, dtype) * weight) / product);
         if (left < least) {
             least = left;
             memcpy(best[0], buffer, in->element);
