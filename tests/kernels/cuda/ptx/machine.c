@@ -94,8 +94,6 @@ static void align(uint64_t address, size_t bytes, int line) {
 
 unsigned char *ptx_global(uint64_t address, size_t bytes, bool write, int line) {
     const launch_range **last = &ptx_now.last[line % 64];
-    ptx_now.counted.vectors[write] += bytes == 16;
-    ptx_now.counted.others += bytes != 16;
     align(address, bytes, line);
     if (!*last || !holds(*last, address, bytes, write))
         *last = find(address, bytes, write);

@@ -24,10 +24,6 @@ typedef struct ptx_launch {
     int place[PTX_THREADS];       /* PTX_BEGINS, the barrier that a thread waits at, or PTX_ENDED */
     int64_t turns;                /* of loops that a thread may still take */
     int nudge; /* approximations give a number that is so many units from their value */
-    struct {
-        uint64_t vectors[2], others; /* accesses to global memory: 16 bytes read, written; others */
-        uint64_t instructions;       /* by code that counts (traffic.py) */
-    } counted;
     jmp_buf *caught; /* optional: where to go on after an error; else the process ends */
 } ptx_launch;
 
