@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -40,8 +41,8 @@ def undefined(path: Path) -> set[str]:
     return {parts[-1].split("@")[0] for parts in lines if parts[0] == "U"}
 
 
-def dynamic(tag: str) -> set[str]:
-    text = output("readelf", "-dW", library())
+def dynamic(tag: str, path: Path | None = None) -> set[str]:
+    text = output("readelf", "-dW", path or library())
     return set(re.findall(rf"\({tag}\)[^\[]*\[([^\]]*)\]", text))
 
 
@@ -117,3 +118,25 @@ def test_the_library_opens_with_every_symbol_bound() -> None:
     code = f"import torch, os, ctypes; ctypes.CDLL({str(library())!r}, mode=os.RTLD_NOW)"
     done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def cuda() -> Path:
+    path = library().with_name("liboptfuse_cuda.so")
+    return path if path.is_file() else pytest.skip("built without CUDA's compiler")
+
+
+def test_the_library_of_gpu_kernels_exports_its_header_and_needs_libc_only() -> None:
+    header = (ROOT / "kernels" / "cuda" / "cuda_kernels.h").read_text()
+    names = set(re.findall(r"^OF_CUDA_API[^;(]*?\b(of_\w+)\(", header, re.MULTILINE))
+    assert names and exported(cuda()) == names
+    assert dynamic("NEEDED", cuda()) <= LIBC
+
+
+def test_the_library_of_gpu_kernels_says_where_no_driver_is() -> None:
+    kernels = ctypes.CDLL(str(cuda()))
+    kernels.of_cuda_error.restype = ctypes.c_char_p
+    status, text = kernels.of_cuda_open(), kernels.of_cuda_error().decode()
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        assert status == 1 and "no NVIDIA driver" in text, (status, text)
