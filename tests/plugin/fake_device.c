@@ -12,11 +12,6 @@ enum { HOST = FAKE_STREAMS };
 
 fake_device device;
 
-void fake_device_reset(void) {
-    ck_assert_int_eq(device.events, 0);
-    device = (fake_device){.busy = true, .side = -1};
-}
-
 static void join(fake_clock *clock, const fake_clock *with) {
     for (int i = 0; i < FAKE_CLOCKS; i++)
         if (clock->at[i] < with->at[i])
@@ -76,10 +71,6 @@ void fake_timeline_access(fake_timeline *t, int stream, const void *memory, bool
 void fake_timeline_wait(fake_timeline *t, int after, int before) {
     join(&t->streams[after], &t->streams[before]);
     join(&t->streams[after], &t->streams[HOST]);
-}
-
-void fake_timeline_synchronize(fake_timeline *t, int stream) {
-    join(&t->streams[HOST], &t->streams[stream]);
 }
 
 void fake_operator(fake_buffer *buffer, bool write, const char *name) {
@@ -242,17 +233,14 @@ of_stream fake_home(void) {
     return (of_stream){0, id, device.capture[id]};
 }
 
-void fake_device_attach(fake_host *host) {
+fixture *setup_on_device(of_mode mode, size_t bucket_bytes) {
     static const of_gpu_host functions = {sizeof functions, current, exchange, count,       launch,
                                           record,           wait,    is_done,     synchronize,
                                           destroy,          finished};
-    fake_device_reset();
-    host->table.gpu = &functions;
-}
-
-fixture *setup_on_device(of_mode mode, size_t bucket_bytes) {
     fake_host *host = fake_host_new();
-    fake_device_attach(host);
+    ck_assert_int_eq(device.events, 0);
+    device = (fake_device){.busy = true, .side = -1};
+    host->table.gpu = &functions;
     return setup_with(host, mode, bucket_bytes);
 }
 

@@ -34,7 +34,6 @@ void fake_timeline_access(fake_timeline *t, int stream, const void *memory, bool
                           const char *who);
 bool fake_timeline_ordered(const fake_timeline *t, int stream, const void *memory, bool write);
 void fake_timeline_wait(fake_timeline *t, int after, int before);
-void fake_timeline_synchronize(fake_timeline *t, int stream);
 
 /* The state of the device, and all that it went through. */
 typedef struct fake_device {
@@ -58,10 +57,7 @@ typedef struct fake_device {
 } fake_device;
 
 extern fake_device device;
-void fake_device_reset(void);
 
-/* Lets the host have updates on the device; tensors go there one by one. */
-void fake_device_attach(fake_host *host);
 /* A plan of a host with a device, and parameters on it. */
 fixture *setup_on_device(of_mode mode, size_t bucket_bytes);
 twin *add_on_device(fixture *f, int64_t numel, size_t group);

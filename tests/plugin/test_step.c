@@ -126,8 +126,7 @@ FORWARD(parameter_without_gradient_is_left_alone) {
 }
 
 FORWARD(missing_state_is_reported_before_anything_changes) {
-    for (int i = 0; i < 4; i++)
-        add(f, 10);
+    add_some(f, 4, 10);
     backward_all(f);
     f->twins[1].tensor->lacks_state = f->twins[3].tensor->lacks_state = true;
     size_t needs[1] = {99}, n_needs = 0;
@@ -143,8 +142,7 @@ FORWARD(missing_state_is_reported_before_anything_changes) {
 }
 
 FORWARD(failed_step_changes_nothing) {
-    for (int i = 0; i < 3; i++)
-        add(f, 10);
+    add_some(f, 3, 10);
     backward_all(f);
     f->twins[0].tensor->lacks_state = f->twins[2].tensor->broken = true;
     INVALID(of_plan_step(f->plan, NULL, 0, NULL), "tensor 2 is broken");
@@ -168,8 +166,7 @@ FORWARD(scalars_are_those_of_step_not_of_launch) {
 }
 
 FORWARD(parameters_of_one_group_may_be_at_different_steps) {
-    for (int i = 0; i < 6; i++)
-        add(f, 20);
+    add_some(f, 6, 20);
     for (size_t round = 1; round < 6; round++) {
         for (size_t i = 0; i < f->n; i += round)
             backward(&f->twins[i]);

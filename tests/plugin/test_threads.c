@@ -152,8 +152,7 @@ TEST(plans_come_and_go_while_others_flush_all) {
     for (int round = 0; round < ROUNDS; round++) {
         fixture *f = setup(OF_FORWARD, OF_BUCKET_NONE);
         f->host->n_threads = 1;
-        for (int i = 0; i < 5; i++)
-            add(f, 50);
+        add_some(f, 5, 50);
         train(f);
         of_plan_release(f->plan);
         for (size_t i = 0; i < f->n; i++)
