@@ -151,58 +151,54 @@ static size_t forward_after(size_t k, size_t groups) {
     const size_t size = of_pipeline_group(&d.p, (size_t)update->layer);
     const size_t batch = ((size_t)update->batch / size + groups) * size +
                          (d.places[update->layer].replicas > 1 ? (size_t)update->batch % size : 0);
-    return find(OF_TASK_FORWARD, update->layer, (int32_t)batch);
+    return update->kind == OF_TASK_UPDATE ? find(OF_TASK_FORWARD, update->layer, (int32_t)batch)
+                                          : d.n;
+}
+
+/* Runs the order with one task moved to the place of another, if it is not there already. */
+static bool runs_with(size_t from, size_t to, bool is_there) {
+    if (from == d.n || to == d.n)
+        return false;
+    if (!is_there)
+        reinsert(from, to);
+    return runs();
 }
 
 /* The first forward that has to see it runs before it. */
 static bool updated_late(size_t k) {
-    if (d.tasks[k].kind != OF_TASK_UPDATE)
-        return false;
     const size_t seeing = forward_after(k, d.delays[d.tasks[k].layer] + 1);
-    if (seeing == d.n)
-        return false;
-    if (seeing > k)
-        reinsert(k, seeing);
-    return runs();
+    return runs_with(k, seeing, seeing < k);
 }
 
 /* The last forward that may not see it runs after it. */
 static bool updated_early(size_t k) {
-    if (d.tasks[k].kind != OF_TASK_UPDATE)
-        return false;
     const size_t unseeing = forward_after(k, d.delays[d.tasks[k].layer]);
-    if (unseeing == d.n)
-        return false;
-    if (unseeing < k)
-        reinsert(unseeing, k);
-    return runs();
+    return runs_with(unseeing, k, unseeing > k);
+}
+
+/* The next update of the same layer and process; d.n: there is none, or k is no update. */
+static size_t update_after(size_t k) {
+    size_t next = d.tasks[k].kind == OF_TASK_UPDATE ? k + 1 : d.n;
+    while (next < d.n &&
+           (d.tasks[next].kind != OF_TASK_UPDATE || d.tasks[next].layer != d.tasks[k].layer ||
+            d.tasks[next].process != d.tasks[k].process))
+        next++;
+    return next;
 }
 
 static bool updated_in_another_order(size_t k) {
-    size_t other = d.n;
-    for (size_t j = 0; j < d.n; j++)
-        if (j != k && d.tasks[k].kind == OF_TASK_UPDATE && d.tasks[j].kind == OF_TASK_UPDATE &&
-            d.tasks[j].layer == d.tasks[k].layer && d.tasks[j].process == d.tasks[k].process)
-            other = j;
-    if (other == d.n)
+    const size_t next = update_after(k);
+    if (next == d.n)
         return false;
     const int32_t batch = d.tasks[k].batch;
-    d.tasks[k].batch = d.tasks[other].batch;
-    d.tasks[other].batch = batch;
+    d.tasks[k].batch = d.tasks[next].batch;
+    d.tasks[next].batch = batch;
     return true;
 }
 
 /* At the end of a run no forward would see the difference. */
 static bool updated_after_the_next(size_t k) {
-    size_t next = k + 1;
-    while (next < d.n &&
-           (d.tasks[next].kind != OF_TASK_UPDATE || d.tasks[next].layer != d.tasks[k].layer ||
-            d.tasks[next].process != d.tasks[k].process))
-        next++;
-    if (d.tasks[k].kind != OF_TASK_UPDATE || next == d.n)
-        return false;
-    reinsert(k, next);
-    return runs();
+    return runs_with(k, update_after(k), false);
 }
 
 /* One of the gradients that share an update is added after the next. */
@@ -211,11 +207,7 @@ static bool added_in_another_order(size_t k) {
     const size_t group = d.p.micro_batches;
     if (task->kind != OF_TASK_WEIGHT_GRADIENT || ((size_t)task->batch + 1) % group == 0)
         return false;
-    const size_t next = find(OF_TASK_WEIGHT_GRADIENT, task->layer, task->batch + 1);
-    if (next == d.n)
-        return false;
-    reinsert(k, next);
-    return runs();
+    return runs_with(k, find(OF_TASK_WEIGHT_GRADIENT, task->layer, task->batch + 1), false);
 }
 
 /* The schedule of one more batch in flight. */
