@@ -78,12 +78,6 @@ class Delayed(Protocol):
     def __len__(self) -> int: ...
 
 
-class Delays(Protocol):
-    """Parameters whose updates are to arrive late."""
-
-    def begin(self, link: Any, optimizer: Optimizer) -> Delayed: ...
-
-
 @dataclass(frozen=True)
 class Options:
     """The options of fuse() and of its mode."""
@@ -97,6 +91,6 @@ class Options:
     strict: bool = False
     fold: bool = True  # clipping and unscaling by GradScaler into the update
     reduction: Reduction | None = None  # of a DistributedDataParallel model
-    delays: Delays | None = None  # of parameters whose updates arrive late
+    delays: Any = None  # of parameters whose updates arrive late: begin() makes a Delayed
     products: str = "off"  # or AUTO or FORCED: gradients of linear layers may be promises
     recorded: bool = True  # a class's own step(), which else is called as it is

@@ -31,7 +31,7 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
     ("optfuse_layers.pipeline.gantt", "matplotlib.figure.Figure"): "matplotlib need not be "
     "installed, and takes long to import",
     **{
-        ("optfuse_tools.script_ab.plots", f"matplotlib.{name}"): "matplotlib need not be installed"
+        ("optfuse_tools.script_ab.page", f"matplotlib.{name}"): "matplotlib need not be installed"
         for name in ("rc_context", "figure.Figure")
     },
 }

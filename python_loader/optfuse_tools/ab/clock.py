@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The clock of ab(), and the random numbers that its variants begin with."""
+"""Clock and memory of ab(), and the random numbers that its variants begin with."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+_FROM_NOW_ON = "5"  # proc(5)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,17 @@ class Clock:
         torch.cuda.synchronize()
         wall = time.perf_counter() - self._start
         return Seconds(wall, host, start.elapsed_time(end) / 1e3)
+
+
+def begin_peak() -> None:
+    """From here on the peak of resident memory is a new one, where the kernel can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(_FROM_NOW_ON)
+
+
+def peak_mb() -> float:
+    found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) / 1024 if found else 0.0
 
 
 def seed_all(seed: int) -> None:

@@ -14,7 +14,7 @@ from optfuse._arguments.check import label
 from optfuse_tools.ab.result import STOCK, real
 from optfuse_tools.ab.run import Run
 from optfuse_tools.ab.variants import Wrap
-from optfuse_tools.ab.wrong import limit_of, sentence
+from optfuse_tools.ab.verdict import limit_of, sentence
 
 
 class MakeRun(Protocol):

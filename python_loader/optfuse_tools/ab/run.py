@@ -16,9 +16,8 @@ from optfuse._arguments.check import OPTIMIZER, argument, refusal
 from optfuse._fuse import give_up_unasked
 from optfuse._library.bindings import Error
 from optfuse._trials.random_state import random_state, set_random_state
-from optfuse_tools.ab.clock import Clock, Seconds, seed_all
+from optfuse_tools.ab.clock import Clock, Seconds, begin_peak, peak_mb, seed_all
 from optfuse_tools.ab.page_faults import Usage
-from optfuse_tools.ab.peak import begin_peak, peak_mb
 from optfuse_tools.ab.result import Row, equal_bits
 from optfuse_tools.ab.variants import BuildFn, NoOptimizer, Wrap
 

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sentences on the speed of a variant."""
+"""Sentences on the speed of a variant, and on weights that are farther from the reference's than
+rounding explains."""
 
 from __future__ import annotations
 
+import math
+
 from optfuse_tools.ab.interval import GAIN, LOSS, Interval
+
+_TIMES = 100.0  # as far as PyTorch's implementations are from each other
+_ROUNDING = 1e-6  # of a parameter's size; these may be equal
 
 
 def times(ratio: float) -> str:
@@ -30,3 +36,21 @@ def on_speed(name: str, speed: Interval, base: str, rounds: int, fewest: int) ->
     if speed.high < 1.0:
         return f"{name} is slower than {base}: {times(speed.median)} times as fast ({bounds})"
     return f"{said} ({bounds})"
+
+
+def limit_of(spread: float) -> float:
+    """The distance of a parameter, by its size, from which on it is wrong. spread: of PyTorch's
+    implementations from each other in the same run."""
+    return _TIMES * max(spread, _ROUNDING)
+
+
+def sentence(
+    name: str, label: str, reference: str, step: int, distance: float, spread: float
+) -> str:
+    far = f"is {distance:.2g} of its size away from {reference}'s"
+    if not math.isfinite(distance):
+        far = f"has NaN or infinities that {reference}'s has not"
+    return (
+        f"WEIGHTS ARE WRONG under {name}: after step {step} {label} {far} (PyTorch's "
+        f"implementations are {spread:.2g} away from each other)"
+    )

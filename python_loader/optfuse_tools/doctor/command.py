@@ -5,6 +5,10 @@ be loaded is a finding."""
 from __future__ import annotations
 
 import argparse
+import getpass
+import os
+import re
+import socket
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -13,7 +17,6 @@ from typing import Any
 from optfuse._library import loader
 from optfuse_tools.doctor.facts import environment, libraries, versions
 from optfuse_tools.doctor.finding import Finding, in_words
-from optfuse_tools.doctor.privacy import without_names
 
 _ADVICE = (
     "What to do stands behind each problem. To ask for help, paste the block above: it has no "
@@ -78,3 +81,23 @@ def _work(options: argparse.Namespace) -> int:
     if problems:
         print(_ADVICE)
     return int(problems > 0)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # it has no name
+        return ""
+
+
+def without_names(text: str) -> str:
+    """Paths under the home directory begin with ~; a part of a path that is the name of the user
+    or of the machine is replaced."""
+    home = os.path.expanduser("~")
+    for folder in sorted({home, os.path.realpath(home)}, key=len, reverse=True):
+        if folder != "/":
+            text = re.sub(rf"{re.escape(folder)}(?=/|\W|$)", "~", text)
+    for name, shown in ((_user(), "USER"), (socket.gethostname(), "HOST")):
+        if name:
+            text = re.sub(rf"(?<=/){re.escape(name)}(?=/|\W|$)", shown, text)
+    return text

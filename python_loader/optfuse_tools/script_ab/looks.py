@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from optfuse_tools.ab.progress import Progress
-from optfuse_tools.ab.wrong import limit_of, sentence
+from optfuse_tools.ab.verdict import limit_of, sentence
 from optfuse_tools.script_ab.child import Run, Script, Variant, run
 from optfuse_tools.script_ab.result import AS_WRITTEN, Row
 from optfuse_tools.script_ab.runs import CannotCompare, checked, why_left_out, without_prefix

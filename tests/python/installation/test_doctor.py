@@ -17,7 +17,8 @@ import torch
 
 import optfuse
 from optfuse._library import started
-from optfuse_tools.doctor import assumptions, bits, facts, privacy, wide_layer
+from optfuse_tools.doctor import assumptions, bits, facts, wide_layer
+from optfuse_tools.doctor.command import without_names
 
 PACKAGE = Path(optfuse.__file__).parent
 PACKAGES = [PACKAGE.with_name(name) for name in ("optfuse", "optfuse_layers", "optfuse_tools")]
@@ -146,7 +147,7 @@ def test_names_in_paths_are_replaced(monkeypatch):
     monkeypatch.setenv("HOME", "/users/alice")
     monkeypatch.setattr(getpass, "getuser", lambda: "alice")
     monkeypatch.setattr(socket, "gethostname", lambda: "box7")
-    shown = privacy.without_names
+    shown = without_names
     assert shown("at /users/alice/x, /users/alice: /users/alicent") == "at ~/x, ~: /users/alicent"
     assert shown("/scratch/alice/a /net/box7/alices") == "/scratch/USER/a /net/HOST/alices"
     assert shown("torch on box7 by alice") == "torch on box7 by alice"  # we print no such text

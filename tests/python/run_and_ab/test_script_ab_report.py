@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from html_pages import Page, has_matplotlib
 
-from optfuse_tools.script_ab.page import page
-from optfuse_tools.script_ab.plots import _colored
+from optfuse_tools.script_ab.page import _colored, page
 from optfuse_tools.script_ab.result import Comparison, Row, judge, scatter
 
 SETTINGS = {"rounds": 5, "warm_up": 2, "timed_steps": 10, "seed": 0}
