@@ -18,7 +18,7 @@ from optfuse._arguments.check import (
     optional,
 )
 from optfuse_layers.pipeline.plan import Plan
-from optfuse_layers.pipeline.shared import MODES as SHARED
+from optfuse_layers.pipeline.shared_weights import MODES as SHARED
 from optfuse_layers.pipeline.versions import MODES
 
 

@@ -19,7 +19,7 @@ from optfuse._options import is_fused
 from optfuse_layers.pipeline.flow import Flow
 from optfuse_layers.pipeline.plan import SYNCHRONOUS, Plan
 from optfuse_layers.pipeline.shapes import Spec
-from optfuse_layers.pipeline.shared import Tie, ties_of
+from optfuse_layers.pipeline.shared_weights import Tie, ties_of
 
 
 def check_module(plan: Plan, module: nn.Sequential) -> None:

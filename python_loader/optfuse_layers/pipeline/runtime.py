@@ -30,7 +30,7 @@ from optfuse_layers.pipeline.refusals import (
     check_shared,
 )
 from optfuse_layers.pipeline.shapes import Spec, infer, spec_of
-from optfuse_layers.pipeline.shared import Shared, edges_of, ties_of
+from optfuse_layers.pipeline.shared_weights import Shared, edges_of, ties_of
 from optfuse_layers.pipeline.transport import Transport
 from optfuse_layers.pipeline.updates import Updates, updates_of
 from optfuse_layers.pipeline.versions import Weights
@@ -145,7 +145,7 @@ class Pipeline:
             told = self._gather(self._arguments(xs, ys), "at the beginning of run()")
         shapes = check_run(self._flow, told)  # which all refuse, or none
         with self._all_or_none():
-            losses = _Run(self, shapes, xs or [], ys or []).play()
+            losses = _Call(self, shapes, xs or [], ys or []).play()
             told = self._gather(losses, "at the end of run()")
         joined = {b: loss for one in told for b, loss in one.items()}
         return [joined[b] for b in sorted(joined)]
@@ -320,7 +320,7 @@ class Pipeline:
         return self._shapes[first]
 
 
-class _Run:
+class _Call:
     """One call of run(). Batches are counted from its first one here, groups in _group() from the
     first that the pipeline has ever run."""
 

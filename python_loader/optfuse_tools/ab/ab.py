@@ -31,10 +31,10 @@ from optfuse._arguments.check import (
 from optfuse._library import machine
 from optfuse._library.bindings import Error
 from optfuse._trials.random_state import random_state, set_random_state
-from optfuse_tools.ab.far_away import MakeRun, far_away
+from optfuse_tools.ab.far_away import MakeTraining, far_away
 from optfuse_tools.ab.progress import Progress
 from optfuse_tools.ab.result import FEWEST_ROUNDS, Comparison, compare_parameters, judge, undecided
-from optfuse_tools.ab.run import Run
+from optfuse_tools.ab.training import Training
 from optfuse_tools.ab.variants import (
     VARIANTS,
     BuildFn,
@@ -47,7 +47,7 @@ from optfuse_tools.ab.variants import (
 REFERENCE = "reference"
 
 
-def _first_able(runs: list[Run], *names: str) -> Run:
+def _first_able(runs: list[Training], *names: str) -> Training:
     """The first of these names that could run, else any that could."""
     able = {run.row.name: run for run in runs if not run.row.note}
     if not able:
@@ -55,7 +55,7 @@ def _first_able(runs: list[Run], *names: str) -> Run:
     return next((able[name] for name in names if name in able), next(iter(able.values())))
 
 
-def _report(runs: list[Run], baseline: str, make: MakeRun, **settings: Any) -> Comparison:
+def _report(runs: list[Training], baseline: str, make: MakeTraining, **settings: Any) -> Comparison:
     """Judges the runs that could run against the baseline and the reference."""
     training = [run for run in runs if run.trains] or runs
     base = _first_able(runs, baseline, "fused=True", "default")
@@ -79,7 +79,7 @@ def _report(runs: list[Run], baseline: str, make: MakeRun, **settings: Any) -> C
     return Comparison(rows, *names, steps=steps, settings=settings, warnings=warnings, wrong=wrong)
 
 
-def _untrained(runs: list[Run]) -> Iterator[str]:
+def _untrained(runs: list[Training]) -> Iterator[str]:
     """Iterations that don't train what they were given."""
     needed = "an iteration must call backward() and the step() of what wrap() returned"
     still = [run.row.name for run in runs if run.row.trained is False]
@@ -177,7 +177,7 @@ def ab(
     """
     names = [*(variants or VARIANTS)]
     in_all = warmup + rounds * (iterations + 1)
-    make = partial(Run, build_fn=build_fn, seed=seed, iterations=in_all)
+    make = partial(Training, build_fn=build_fn, seed=seed, iterations=in_all)
     if baseline not in ("fused=True", *names):
         raise refusal("ab", "baseline", baseline, f"one of {', '.join(names)}")
     state = random_state()
@@ -198,7 +198,7 @@ def ab(
         set_random_state(state)
 
 
-def _runs(make: MakeRun, variants: Mapping[str, Wrap] | None) -> list[Run]:
+def _runs(make: MakeTraining, variants: Mapping[str, Wrap] | None) -> list[Training]:
     runs = [make(name, wrap) for name, wrap in (variants or VARIANTS).items()]
     if variants is None and _reference_of(runs) == REFERENCE:
         beside = [run.row.name for run in runs].index("fused=True")
@@ -206,7 +206,7 @@ def _runs(make: MakeRun, variants: Mapping[str, Wrap] | None) -> list[Run]:
     return runs
 
 
-def _reference_of(runs: list[Run]) -> str:
+def _reference_of(runs: list[Training]) -> str:
     """The variant whose bits fusion has; that of a name of its own is none of the usual."""
     given = [run.optimizers for run in runs if run.row.name == "default"]
     flags = [reference_flags(optimizer) for optimizers in given for optimizer in optimizers]
@@ -216,7 +216,7 @@ def _reference_of(runs: list[Run]) -> str:
 
 
 def _interleave(
-    runs: list[Run],
+    runs: list[Training],
     rounds: int,
     iterations: int,
     order: random.Random,

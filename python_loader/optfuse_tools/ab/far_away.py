@@ -12,15 +12,15 @@ import torch
 
 from optfuse._arguments.check import label
 from optfuse_tools.ab.result import STOCK, real
-from optfuse_tools.ab.run import Run
+from optfuse_tools.ab.training import Training
 from optfuse_tools.ab.variants import Wrap
 from optfuse_tools.ab.verdict import limit_of, sentence
 
 
-class MakeRun(Protocol):
+class MakeTraining(Protocol):
     """Makes a variant from the beginning."""
 
-    def __call__(self, name: str, variant: Wrap) -> Run: ...
+    def __call__(self, name: str, variant: Wrap) -> Training: ...
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -43,13 +43,15 @@ def farthest(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tu
     return max(zip(found, range(len(found)), strict=True), default=(0.0, 0))
 
 
-def _label(run: Run, index: int) -> str:
+def _label(run: Training, index: int) -> str:
     groups = [(g, i) for o in run.optimizers for i, g in enumerate(o.param_groups)]
     labels = [label(g, i, j) for g, i in groups for j in range(len(g["params"]))]
     return labels[index]
 
 
-def _first(ours: Run, theirs: Run, steps: int, limit: float) -> tuple[int, float, int] | None:
+def _first(
+    ours: Training, theirs: Training, steps: int, limit: float
+) -> tuple[int, float, int] | None:
     """The step after which a parameter is beyond the limit, the distance, and which parameter;
     None: not this time."""
     for step in range(1, steps + 1):
@@ -63,7 +65,9 @@ def _first(ours: Run, theirs: Run, steps: int, limit: float) -> tuple[int, float
     return None
 
 
-def far_away(runs: Sequence[Run], right: Run, make: MakeRun, steps: int) -> Iterator[str]:
+def far_away(
+    runs: Sequence[Training], right: Training, make: MakeTraining, steps: int
+) -> Iterator[str]:
     """Sentences, one for each variant with such weights. runs: those that train; right: the
     reference."""
     able = [run for run in runs if not run.row.note and run is not right]

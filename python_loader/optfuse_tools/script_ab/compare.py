@@ -11,10 +11,10 @@ from optfuse import __version__
 from optfuse._library import machine
 from optfuse_tools.ab.progress import Progress
 from optfuse_tools.script_ab.child import Script, Variant
-from optfuse_tools.script_ab.looks import Looks
 from optfuse_tools.script_ab.result import AS_WRITTEN, Comparison, judge
 from optfuse_tools.script_ab.runs import CannotCompare
 from optfuse_tools.script_ab.times import Times
+from optfuse_tools.script_ab.weights import Weights
 
 
 def _circumstances(script: Script, written: dict[str, Any]) -> dict[str, Any]:
@@ -37,20 +37,20 @@ def compare(
     progress: Progress,
 ) -> Comparison:
     """options: as fuse_settings() gives them. Raises CannotCompare."""
-    looks = Looks(script, progress)
-    written = looks.as_written()
+    weights = Weights(script, progress)
+    written = weights.as_written()
     fused = [Variant(f"{mode} fusion", mode, fuse=options) for mode in modes]
-    flags = [looks.fused(variant) for variant in fused]
-    if all(looks[variant.name].note for variant in fused):
-        reasons = "; ".join(f"{v.name}: {looks[v.name].note}" for v in fused)
+    flags = [weights.fused(variant) for variant in fused]
+    if all(weights[variant.name].note for variant in fused):
+        reasons = "; ".join(f"{v.name}: {weights[v.name].note}" for v in fused)
         raise CannotCompare(f"{script.name} can't be fused. {reasons}")
-    looks.by_flags(next(filter(None, flags), []))
+    weights.by_flags(next(filter(None, flags), []))
     times = Times(script, progress, written)
-    times.take([row for row in looks.rows if not row.note], looks.variants, rounds)
-    looks.compare()
-    for row in looks.rows:
+    times.take([row for row in weights.rows if not row.note], weights.variants, rounds)
+    weights.compare()
+    for row in weights.rows:
         if not row.note:
-            judge(row, looks[looks.reference], looks[AS_WRITTEN])
+            judge(row, weights[weights.reference], weights[AS_WRITTEN])
     settings = {
         "rounds": rounds,
         "warm_up": times.warm_up,
@@ -60,9 +60,9 @@ def compare(
     made = [f"{o['name']} ({o['where']}, {o['steps']} steps)" for o in written["optimizers"]]
     return Comparison(
         script.name,
-        looks.rows,
-        looks.reference,
-        looks.differs_from_itself,
+        weights.rows,
+        weights.reference,
+        weights.differs_from_itself,
         max(one["steps"] for one in written["optimizers"]),
         made,
         settings,

@@ -18,7 +18,7 @@ from html_pages import Page, has_matplotlib
 from torch import nn
 
 from optfuse_tools.script_ab import child, probe
-from optfuse_tools.script_ab.looks import first_difference
+from optfuse_tools.script_ab.weights import first_difference
 from optfuse_tools.script_ab.work import keep
 
 HERE = Path(__file__).parent

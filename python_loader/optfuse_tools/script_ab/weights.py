@@ -29,7 +29,7 @@ def first_difference(ours: Digests, theirs: Digests) -> int | None:
     return sum(index == longer[at][0] for index, _ in longer[: at + 1])
 
 
-class Looks:
+class Weights:
     """The findings of the first runs, and the variants that can be timed."""
 
     def __init__(self, script: Script, progress: Progress) -> None:

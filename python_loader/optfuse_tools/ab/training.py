@@ -26,7 +26,7 @@ class Refused(Exception):
     """A variant doesn't support this optimizer."""
 
 
-class Run:
+class Training:
     """One variant in training: its own model, optimizers and random numbers."""
 
     def __init__(
