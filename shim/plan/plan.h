@@ -31,7 +31,7 @@ struct Plan;
 
 namespace recorded {
 class Ahead;
-struct Instead;
+struct GradTable;
 }
 
 // Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
@@ -144,7 +144,7 @@ struct Plan {
     DeviceScalars scalars;
     std::shared_ptr<recorded::Ahead> ahead; // backward mode, of a class whose step() is recorded
     // Backward mode, of a class that is registered: what .grad is in its step().
-    std::shared_ptr<recorded::Instead> instead;
+    std::shared_ptr<recorded::GradTable> grad_table;
     // In backward mode: all updates of this pass are left to step(), which the class takes by itself.
     std::atomic<bool> is_left{false};
     std::atomic<uint64_t> captured_into{0}; // the graph into which the last pass went; 0: none

@@ -17,7 +17,7 @@
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
 #include "plan/references.h"
-#include "programs.h"
+#include "plan/programs.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -155,9 +155,9 @@ bool is_same(const of_program &a, const of_program &b) {
     return a.code == b.code || std::equal(a.code, a.code + a.n, b.code, b.code + b.n, is_same_one);
 }
 
-class Run {
+class Execution {
   public:
-    Run(const Schedule &the_schedule, const std::vector<Line> &the_lines,
+    Execution(const Schedule &the_schedule, const std::vector<Line> &the_lines,
         std::vector<c10::IValue> &its, Room *room, Tape *its_tape)
         : schedule(the_schedule), lines(the_lines), values(its), entries(room->numbered.entries),
           tape(its_tape), code(room->code), programs(room->programs), batch(room->batch) {
@@ -337,7 +337,7 @@ void run_lines(const std::vector<Line> &lines, std::vector<c10::IValue> &values,
         Room &room = room_here();
         room.numbered.read(lines, values);
         if (const Schedule *schedule = schedule_of(lines, values, room.numbered)) {
-            Run(*schedule, lines, values, &room, tape).run();
+            Execution(*schedule, lines, values, &room, tape).run();
             return;
         }
         for (const Line &line : lines) {

@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <cstring>
@@ -16,12 +17,21 @@
 #include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/ahead.h"
-#include "recorded/instead.h"
 #include "recorded/tape.h"
 #include "shim.h"
 #include "host/first_use.h"
+#include "plan/plan.h"
 
 namespace optfuse::recorded {
+
+// The .grad of each parameter of an optimizer in its step(), where not all gradients are there (ahead.h),
+// or where step() runs on one parameter (shim.h, of_shim_step_alone()).
+struct GradTable {
+    ska::flat_hash_map<const of_object *, of_object *> gradients;
+    of_object *dropped = nullptr; // a list of parameters whose .grad step() has set to None; or null
+    int64_t n_looks = 0; // at parameters without a gradient
+};
+
 namespace {
 
 thread_local Tape *open = nullptr;
@@ -110,25 +120,26 @@ int play_and_set_data(of_object *self, of_object *value, void *closure) {
     return -1;
 }
 
-thread_local Instead *instead = nullptr;
+thread_local GradTable *grad_table = nullptr;
 
 // As long as one exists, .grad is that.
 class WithGradients {
   public:
-    explicit WithGradients(Instead *its) : before(std::exchange(instead, its)) {}
-    ~WithGradients() { instead = before; }
+    explicit WithGradients(GradTable *its) : before(std::exchange(grad_table, its)) {}
+    ~WithGradients() { grad_table = before; }
     WithGradients(const WithGradients &) = delete;
     WithGradients &operator=(const WithGradients &) = delete;
 
   private:
-    Instead *const before;
+    GradTable *const before;
 };
 
 int note_and_set_grad(of_object *self, of_object *value, void *closure) {
     const bool drops = value == nullptr || value == of_interpreter.none;
-    if (instead != nullptr && drops && instead->gradients.count(self) != 0) {
-        instead->gradients[self] = of_interpreter.none;
-        return instead->dropped == nullptr ? 0 : of_interpreter.append(instead->dropped, self);
+    if (grad_table != nullptr && drops && grad_table->gradients.count(self) != 0) {
+        grad_table->gradients[self] = of_interpreter.none;
+        of_object *const dropped = grad_table->dropped;
+        return dropped == nullptr ? 0 : of_interpreter.append(dropped, self);
     }
     if (open == nullptr || drops || answers([] { open->meets("sets .grad"); }))
         return set_grad(self, value, closure);
@@ -136,11 +147,11 @@ int note_and_set_grad(of_object *self, of_object *value, void *closure) {
     return -1;
 }
 
-of_object *get_grad_instead(of_object *self, void *closure) {
-    if (instead != nullptr) {
-        const auto found = instead->gradients.find(self);
-        if (found != instead->gradients.end()) {
-            instead->n_looks += found->second == of_interpreter.none;
+of_object *get_grad_by_table(of_object *self, void *closure) {
+    if (grad_table != nullptr) {
+        const auto found = grad_table->gradients.find(self);
+        if (found != grad_table->gradients.end()) {
+            grad_table->n_looks += found->second == of_interpreter.none;
             of_interpreter.keep(found->second);
             return found->second;
         }
@@ -229,7 +240,7 @@ of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *
                               of_object *params, of_object *gradients, of_object *dropped) {
     using namespace optfuse::recorded;
     Ahead *const ahead = &ahead_of(*optfuse::plan_of(handle));
-    Instead table;
+    GradTable table;
     table.dropped = dropped;
     for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
         table.gradients[of_interpreter.list_item(params, i)] =
@@ -249,9 +260,9 @@ of_object *of_shim_step_ahead(of_shim_plan *handle, of_object *step, of_object *
 
 void of_shim_hide_gradients(of_shim_plan *handle, of_object *params) {
     using namespace optfuse::recorded;
-    auto &table = optfuse::plan_of(handle)->instead;
+    auto &table = optfuse::plan_of(handle)->grad_table;
     if (!table)
-        table = std::make_shared<Instead>();
+        table = std::make_shared<GradTable>();
     table->gradients.clear();
     for (ssize_t i = 0; i < of_interpreter.list_size(params); i++)
         table->gradients[of_interpreter.list_item(params, i)] = of_interpreter.none;
@@ -260,7 +271,7 @@ void of_shim_hide_gradients(of_shim_plan *handle, of_object *params) {
 of_object *of_shim_step_alone(of_shim_plan *handle, of_object *step, of_object *arguments,
                               of_object *param) {
     using namespace optfuse::recorded;
-    Instead *const table = optfuse::plan_of(handle)->instead.get();
+    GradTable *const table = optfuse::plan_of(handle)->grad_table.get();
     table->gradients.erase(param); // what step() does to its .grad is what it does in stock
     const WithGradients so(table);
     of_object *const result = of_interpreter.call_with(step, arguments, nullptr);
@@ -269,7 +280,7 @@ of_object *of_shim_step_alone(of_shim_plan *handle, of_object *step, of_object *
 }
 
 int64_t of_shim_looks_in_vain(of_shim_plan *handle) {
-    const auto &table = optfuse::plan_of(handle)->instead;
+    const auto &table = optfuse::plan_of(handle)->grad_table;
     return table ? table->n_looks : 0;
 }
 
@@ -304,7 +315,7 @@ int of_shim_watch_attributes(void *data, void *grad, void *version, size_t head_
         set_data = std::exchange(of_data->set, play_and_set_data);
         get_version = std::exchange(of_version->get, note_and_get_version);
         set_grad = std::exchange(of_grad->set, note_and_set_grad);
-        get_grad = std::exchange(of_grad->get, get_grad_instead);
+        get_grad = std::exchange(of_grad->get, get_grad_by_table);
     }
     return OF_OK;
 }

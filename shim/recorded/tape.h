@@ -18,7 +18,7 @@
 
 #include "base/compat.h"
 #include "recorded/known.h"
-#include "recorded/settings.h"
+#include "recorded/operator_settings.h"
 #include "memory/memory.h"
 
 namespace optfuse::recorded {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// settings.h: what the bits of PyTorch's operators depend on beside their arguments, and where GPUs
+// operator_settings.h: what the bits of PyTorch's operators depend on beside their arguments, and where GPUs
 // run them. A line runs under the settings of the moment when step() called its operator.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// shown.cpp: storages whose addresses somebody outside of PyTorch may have, such as NumPy.
+// known_addresses.cpp: storages whose addresses somebody outside of PyTorch may have, such as NumPy.
 #include <algorithm>
 #include <atomic>
 #include <mutex>
