@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import FUSED, checked
 from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
-from optfuse._library.bindings import DTYPES, FORWARD, Counts, Promises, check, lib
+from optfuse._library.bindings import DTYPES, FORWARD, Counts, PromiseCounts, check, lib
 from optfuse._link import Link, link_of
 from optfuse._options import RECORDED, is_fused, is_recorded
 
@@ -146,7 +146,7 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
 
 
 def _promised(plan: int) -> Iterator[PromisedLayer]:
-    found = Promises()
+    found = PromiseCounts()
     for i in count():
         if not lib.of_shim_promises_of(plan, i, ctypes.byref(found)):
             return

@@ -38,7 +38,7 @@ class Error(RuntimeError):
     _find_caller = staticmethod(find_caller)  # for the library, where it raises one
 
 
-class Promises(ctypes.Structure):
+class PromiseCounts(ctypes.Structure):
     """of_shim_promises of shim/shim.h."""
 
     _fields_ = [
@@ -101,7 +101,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_norms_tried": (_Int, []),
     "of_shim_keep_promises": (None, []),
     "of_shim_keep_memory": (_Bool, []),
-    "of_shim_promises_of": (_Bool, [_Plan, _Size, ctypes.POINTER(Promises)]),
+    "of_shim_promises_of": (_Bool, [_Plan, _Size, ctypes.POINTER(PromiseCounts)]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),
     "of_shim_stop_deferring": (None, [_Plan]),
