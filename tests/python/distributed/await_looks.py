@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Actions of a script while gradients are on their way. Each is given the model and the
-optimizer, and yields what it has seen."""
+"""Actions of a script while gradients are on their way, by names. Each is given the model and the
+optimizer, and returns what it has seen."""
 
 import copy
 import io
@@ -15,75 +15,48 @@ from torch import nn
 
 import optfuse
 
-# Between backward() and step()
 
-
-def gradients(model, optimizer):
-    yield "gradients", [p.grad for p in model.parameters()]
+def gradients(model, optimizer=None):
+    return [p.grad for p in model.parameters()]
 
 
 def norms(model, optimizer):
-    for p in model.parameters():
-        yield "norm", p.grad.norm()
-    yield "norms", torch._foreach_norm([p.grad for p in model.parameters()])
-
-
-def one_number(model, optimizer):
-    yield "number", model.head.weight.grad[0, 0].item()
-
-
-def clipping(model, optimizer):
-    yield "norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
+    return [*(p.grad.norm() for p in model.parameters()), torch._foreach_norm(gradients(model))]
 
 
 def our_clipping(model, optimizer):
     ours = "Adam" in type(optimizer).__name__ and hasattr(optimizer, "_optfuse_link")
     clip = optfuse.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
-    yield "norm", clip(model.parameters(), 0.1, foreach=False)
-
-
-def clipping_values(model, optimizer):
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    yield "done", True
+    return clip(model.parameters(), 0.1, foreach=False)
 
 
 def writing(model, optimizer):
     for p in model.parameters():
         p.grad.mul_(0.5)
     model.head.bias.grad.copy_(torch.ones(3))
-    yield "done", True
 
 
 def another_gradient(model, optimizer):
     model.head.weight.grad = model.head.weight.grad * 2
     model.hidden.bias.grad = None
-    yield "done", True
-
-
-def data_of_a_gradient(model, optimizer):
-    yield "data", [p.grad.data for p in model.parameters()]
 
 
 def raw_memory(model, optimizer):
-    yield "arrays", [torch.from_numpy(p.grad.numpy().copy()) for p in model.parameters()]
-    yield "storage", bytes(model.head.weight.grad.untyped_storage())[:8] != b""
+    storage = bytes(model.head.weight.grad.untyped_storage())[:8] != b""
+    return [storage, *(torch.from_numpy(p.grad.numpy().copy()) for p in model.parameters())]
 
 
 def flushed(model, optimizer):
     if hasattr(optimizer, "_optfuse_link"):
         optfuse.flush()
-    yield "gradients", [p.grad for p in model.parameters()]
+    return gradients(model)
 
 
 def a_checkpoint(model, optimizer):
     file = io.BytesIO()
-    torch.save([{"model": model.state_dict()}, [p.grad for p in model.parameters()]], file)
+    torch.save([{"model": model.state_dict()}, gradients(model)], file)
     file.seek(0)
-    yield "loaded", torch.load(file)[1]
-
-
-def a_copy(model, optimizer):
-    yield "copy", [p.grad for p in copy.deepcopy(model).parameters()]
+    return torch.load(file)[1]
 
 
 def a_thread(model, optimizer):
@@ -91,77 +64,74 @@ def a_thread(model, optimizer):
     thread = threading.Thread(target=lambda: seen.append(model.head.weight.grad.clone()))
     thread.start()
     thread.join()
-    yield "seen", seen
+    return seen
 
 
 def a_fork(model, optimizer):
     if os.fork() == 0:
         os._exit(int(any(not p.grad.isfinite().all() for p in model.parameters())))
-    _, status = os.wait()
-    yield "status", status
+    return os.wait()[1]
 
 
 def zeros(model, optimizer):
     optimizer.zero_grad(set_to_none=False)
-    yield "gradients", [p.grad for p in model.parameters()]
+    return gradients(model)
 
 
 def zeros_before(model, optimizer):
     optimizer.zero_grad()
-    yield "gradients", [p.grad is None for p in model.parameters()]
+    return [p.grad is None for p in model.parameters()]
 
 
 def sums_over_ranks(model, optimizer):
     """A collective of the script's own."""
     total = torch.stack([p.grad.sum() for p in model.parameters()])
     dist.all_reduce(total)
-    yield "sum", total
+    return total
 
 
-def nothing(model, optimizer):
-    yield "nothing", True
-
-
-LOOKS = (
-    gradients, norms, one_number, clipping, our_clipping, clipping_values, writing,
-    another_gradient, data_of_a_gradient, raw_memory, flushed, a_checkpoint, a_copy, a_thread,
-    a_fork, zeros, zeros_before, sums_over_ranks, nothing,
-)  # fmt: skip
+BOTH = {
+    look.__name__: look for look in (gradients, norms, our_clipping, writing, raw_memory, flushed)
+} | {
+    "a_copy": lambda model, optimizer: gradients(copy.deepcopy(model)),
+    "a_fork": a_fork,
+    "zeros": zeros,
+}
+LOOKS = BOTH | {
+    "one_number": lambda model, optimizer: model.head.weight.grad[0, 0].item(),
+    "clipping": lambda model, optimizer: nn.utils.clip_grad_norm_(
+        model.parameters(), 0.1, foreach=False
+    ),
+    "clipping_values": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "another_gradient": another_gradient,
+    "data_of_a_gradient": lambda model, optimizer: [p.grad.data for p in model.parameters()],
+    "a_checkpoint": a_checkpoint,
+    "sums_over_ranks": sums_over_ranks,
+    "nothing": lambda model, optimizer: None,
+}
+LEAVE_NOTHING = {"a_thread": a_thread, "zeros_before": zeros_before}  # to defer
 
 
 # After step()
 
 
-def parameters(model, optimizer):
-    yield "parameters", list(model.parameters())
-
-
-def one_parameter(model, optimizer):
-    yield "number", model.conv.weight[0, 0, 0, 0].item()
-
-
-def state(model, optimizer):
-    yield "state", optimizer.state_dict()
-
-
 def an_evaluation(model, optimizer):
     model.eval()
     with torch.no_grad():
-        yield "loss", loss_of(model, 100)
+        loss = loss_of(model, 100)
     model.train()
+    return loss
 
 
 def overwritten(model, optimizer):
     with torch.no_grad():
         model.head.weight.copy_(torch.ones(3, 16))
         model.hidden.weight.mul_(0.5)
-    yield "done", True
 
 
 def loaded(model, optimizer):
     model.load_state_dict(snapshot(dict(model.state_dict())))
     optimizer.load_state_dict(optimizer.state_dict())
-    yield "done", True
 
 
 def compared_across_ranks(model, optimizer):
@@ -170,21 +140,19 @@ def compared_across_ranks(model, optimizer):
         dist.all_gather(others, p.detach())
         for other in others:
             assert_same("a parameter of another rank", other, p.detach())
-    yield "done", True
-
-
-def a_second_step(model, optimizer):
-    optimizer.step()
-    yield "done", True
 
 
 def a_new_group(model, optimizer):
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 1e-3})
-    yield "done", True
 
 
-AFTER = (
-    parameters, one_parameter, state, an_evaluation, overwritten, loaded, compared_across_ranks,
-    a_second_step, a_new_group, gradients, norms, writing, our_clipping, zeros, flushed, a_copy,
-    a_fork, raw_memory,
-)  # fmt: skip
+AFTER = BOTH | {
+    "parameters": lambda model, optimizer: list(model.parameters()),
+    "one_parameter": lambda model, optimizer: model.conv.weight[0, 0, 0, 0].item(),
+    "state": lambda model, optimizer: optimizer.state_dict(),
+    "a_second_step": lambda model, optimizer: optimizer.step(),
+    **{
+        look.__name__: look
+        for look in (an_evaluation, overwritten, loaded, compared_across_ranks, a_new_group)
+    },
+}

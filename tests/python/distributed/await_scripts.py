@@ -8,7 +8,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from await_looks import AFTER, LOOKS, a_thread, zeros_before
+from await_looks import AFTER, LEAVE_NOTHING, LOOKS
 from common import adamw, assert_same, everything, sgd
 from ddp_models import (
     DELAY,
@@ -85,21 +85,21 @@ def gradients_that_no_optimizer_of_ours_has_are_there_after_backward(wrap):
 
 def looking(looks):
     """A case for each, in both layouts of buckets."""
-    ways = ("copies", "views")
-    return {f"{look.__name__} {way}": {"look": look, **SLOW[way]} for look in looks for way in ways}
+    return {
+        f"{name} {way}": {"look": look, **SLOW[way]}
+        for name, look in looks.items()
+        for way in ("copies", "views")
+    }
 
 
-LEAVE_NOTHING = (a_thread, zeros_before)  # to defer
-
-
-@script(**looking([look for look in LOOKS if look not in LEAVE_NOTHING]))
+@script(**looking(LOOKS))
 @script(prove=False, **looking(LEAVE_NOTHING))
 def look_before_step(wrap, look, **slow):
     def iteration(wrapped, optimizer, i):
         optimizer.zero_grad()
         loss_of(wrapped, i).backward()
         assert_busy(wrapped, i)
-        yield from look(wrapped.module, optimizer)
+        yield "seen", look(wrapped.module, optimizer)
         if i != 5:  # a step that is skipped
             optimizer.step()
 
@@ -111,7 +111,7 @@ def look_after_step(wrap, look, **slow):
     def iteration(wrapped, optimizer, i):
         train(wrapped, optimizer, i)
         assert_busy(wrapped, i)
-        yield from look(wrapped.module, optimizer)
+        yield "seen", look(wrapped.module, optimizer)
 
     return awaited(wrap, iteration, 8, **slow)
 
