@@ -4,6 +4,7 @@
 import os
 import socket
 import subprocess
+import sys
 
 import forked_python
 
@@ -26,13 +27,22 @@ def finished(command, **options):
     return again(lambda: subprocess.run(command, capture_output=True, text=True, **options))
 
 
+USUAL = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def python(arguments, cwd, timeout=180, fresh=False, stdin="", **variables):
+    """The CompletedProcess of `python ARGUMENTS`: of an interpreter that looks as one that was
+    started, as those that it starts do. fresh: one that was: where flags or the start matter."""
+    env = {**os.environ, **USUAL, **variables}
+    if fresh:
+        command = [sys.executable, *arguments]
+        return finished(command, cwd=cwd, env=env, input=stdin, timeout=timeout)
+    return forked_python.run(forked_python.started(arguments, cwd, env), timeout)
+
+
 def torchrun(*words, cwd, timeout=600, **variables):
-    """`torchrun WORDS`: a CompletedProcess. The launcher and the processes that it starts are
-    interpreters that look as if they had been started."""
-    usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = {**os.environ, **usual, **variables}
-    command = ["-m", "torch.distributed.run", *words]
-    return forked_python.run(forked_python.started(command, cwd, environment), timeout)
+    """`torchrun WORDS`: a CompletedProcess."""
+    return python(["-m", "torch.distributed.run", *words], cwd, timeout, **variables)
 
 
 def launched(*words, **options):
@@ -69,8 +79,7 @@ def run_script(arguments, cwd=".", first="", timeout=600, **variables):
 
 def printed(arguments, folder, first="", **variables):
     """The output of a script."""
-    usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_script(arguments, folder, first, **usual, **variables)
+    done = run_script(arguments, folder, first, **USUAL, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

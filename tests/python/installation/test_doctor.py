@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked_python
 import pytest
 import torch
+from several import python
 
 import optfuse
 from optfuse._library import started
@@ -26,18 +26,7 @@ PACKAGES = [PACKAGE.with_name(name) for name in ("optfuse", "optfuse_layers", "o
 
 def doctor(*arguments, cwd="/", fresh=True, **variables):
     """fresh: in an interpreter that has not imported torch yet."""
-    command = ["-m", "optfuse", "doctor", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    if not fresh:
-        return forked_python.run(forked_python.started(command, cwd, env), timeout=120)
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(["-m", "optfuse", "doctor", *arguments], cwd, fresh=fresh, **variables)
 
 
 def problems(done):
@@ -93,14 +82,8 @@ def test_without_numpy_it_is_clean(tmp_path):
     for package in PACKAGES:
         if not (tmp_path / package.name).exists():  # it may be installed beside torch
             (tmp_path / package.name).symlink_to(package)
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "optfuse", "doctor"],
-        cwd="/",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["-S", "-m", "optfuse", "doctor"]
+    done = python(command, "/", fresh=True, PYTHONPATH=str(tmp_path))
     assert problems(done) == []
     assert re.search(
         r"^NumPy: +not installed; torch and optfuse work without it$", done.stdout, re.MULTILINE

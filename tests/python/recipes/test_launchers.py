@@ -6,9 +6,8 @@ import os
 import re
 from pathlib import Path
 
-import forked_python
 import pytest
-from several import again
+from several import again, python
 from test_recipes import skip_without
 
 SCRIPT = str(Path(__file__).parent / "launched.py")
@@ -20,10 +19,8 @@ LAUNCH += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
 LAUNCH += ("--main_process_port=0",)
 
 
-def python(*arguments):
-    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    asked = forked_python.started(arguments, os.getcwd(), {**os.environ, **variables})
-    done = again(lambda: forked_python.run(asked, timeout=180))
+def trained(*arguments):
+    done = again(lambda: python(arguments, os.getcwd()))
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = re.findall(r"^2 processes, \w+$", done.stdout, re.MULTILINE)
     modes = re.findall(r"^optfuse: fused 1 optimizer \(AdamW\) in (\w+) mode$", done.stderr, re.M)
@@ -34,20 +31,20 @@ def python(*arguments):
 def stock():
     """The wrappers of either framework: both have DistributedDataParallel reduce over gloo."""
     skip_without("accelerate", "lightning")
-    line, modes = python(*TORCHRUN, SCRIPT, "accelerate")
+    line, modes = trained(*TORCHRUN, SCRIPT, "accelerate")
     assert not modes
     return line
 
 
 def test_accelerates_launcher_inside_of_run(stock):
-    assert python(*RUN, *LAUNCH, SCRIPT, "accelerate") == (stock, ["forward"] * 2)
+    assert trained(*RUN, *LAUNCH, SCRIPT, "accelerate") == (stock, ["forward"] * 2)
 
 
 def test_accelerates_launcher_outside_of_run(stock):
     outside = (*LAUNCH, "--module", *RUN[1:], "--mode", "backward")
-    assert python(*outside, SCRIPT, "accelerate") == (stock, ["backward"] * 2)
+    assert trained(*outside, SCRIPT, "accelerate") == (stock, ["backward"] * 2)
 
 
 def test_lightning_starts_the_script_again(stock):
     run = (*RUN, "--mode", "backward", SCRIPT, "lightning")
-    assert python(*run) == (stock, ["backward"] * 2)
+    assert trained(*run) == (stock, ["backward"] * 2)

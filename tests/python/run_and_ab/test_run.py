@@ -7,12 +7,11 @@ import functools
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
-import forked_python
 import pytest
-from several import finished, launched, printed, printed_by_two
+import several
+from several import launched, printed, printed_by_two
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 MODES = ("forward", "backward")
@@ -20,20 +19,11 @@ RUN = ("-m", "optfuse", "run")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def environment(variables):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-
-
 def python(*arguments, **variables):
-    """The CompletedProcess of a Python that looks as one that was started."""
-    asked = forked_python.started(arguments, SCRIPTS, environment(variables))
-    return forked_python.run(asked, timeout=180)
+    return several.python(arguments, SCRIPTS, **variables)
 
 
-def fresh_python(*arguments, stdin="", **variables):
-    """The same of a Python that was started: where flags, a tool or the start are the matter."""
-    command, env = [sys.executable, *arguments], environment(variables)
-    return finished(command, cwd=SCRIPTS, env=env, input=stdin, timeout=180)
+fresh_python = functools.partial(python, fresh=True)
 
 
 def succeeded(done):

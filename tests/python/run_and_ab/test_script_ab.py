@@ -15,6 +15,7 @@ import forked_python
 import pytest
 import torch
 from html_pages import Page, has_matplotlib
+from several import python
 from torch import nn
 
 from optfuse_tools.script_ab import child, probe
@@ -29,9 +30,7 @@ AB = ("-m", "optfuse", "ab")
 def ab(*arguments, folder="ab_scripts", **variables):
     """The CompletedProcess of Pythons that look as if they had been started, without the lines that
     say where it is. Run with one thread and, if nothing else is said, in one round."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    asked = forked_python.started(arguments, HERE / folder, environment)
-    done = forked_python.run(asked, timeout=600)
+    done = python(arguments, HERE / folder, 600, **variables)
     done.stderr = re.sub(r"^optfuse ab: .* \(after \d+ s\)\n", "", done.stderr, flags=re.MULTILINE)
     return done
 
