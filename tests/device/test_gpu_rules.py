@@ -15,7 +15,19 @@ from gpu import NAME
 from legal import in_order, legal, training
 from optim_entries import ENTRIES
 from torch.optim import ASGD, Adafactor, Adagrad, Adamax, Muon, NAdam, RAdam, RMSprop
-from tried import DTYPES, KERNELS, MODES, OWN, SIZES, Subclass, all_of, isa, parameters, steps
+from tried import (
+    DTYPES,
+    KERNELS,
+    MODES,
+    OWN,
+    SIZES,
+    Subclass,
+    all_of,
+    isa,
+    parameters,
+    steps,
+    with_alpha,
+)
 
 import optfuse
 from optfuse import optim
@@ -63,11 +75,31 @@ def test_kernels_pass_the_trial_and_have_the_bits_of_the_class(cls, options, dty
     assert found.reference == "torch's own step() on CUDA"
 
 
+#: Shapes of classes without kernels, whose step() is recorded or runs as it is, and options.
+MATRICES = ((1, 1), (20, 50), (50, 20), (131, 57))
+WITHOUT_KERNELS = {
+    Adafactor: (
+        ((), (1,), (1003,), (2, 3, 5), *MATRICES),
+        ({}, {"lr": 0.3, "weight_decay": 0.1, "maximize": True}, {"foreach": True}),
+    ),
+    Muon: (MATRICES, ({}, {"lr": 0.1, "nesterov": False, "ns_steps": 3})),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", WITHOUT_KERNELS, ids=lambda cls: cls.__name__)
+def test_classes_without_kernels_have_their_own_bits(cls, dtype, mode):
+    shapes, some = WITHOUT_KERNELS[cls]
+    for options in some:
+        trained(functools.partial(cls, **options), dtype, mode, 5, shapes, strict=False)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", [*OPTIONS, Adafactor, Muon], ids=lambda cls: cls.__name__)
 def test_every_input_of_pytorchs_tests_in_float32(cls, mode, small_trials):
     """With the flags that it has, whether kernels take it or the class steps."""
-    shapes = ((1, 1), (20, 50), (50, 20)) if cls is Muon else (7, (20, 50))
+    shapes = MATRICES[:3] if cls is Muon else (7, (20, 50))
     for one in optim_inputs.inputs_for_gpus(cls.__name__):
         if not one.kwargs.get("differentiable"):  # which is not for updates in place
             make = functools.partial(optim_inputs.make, one)
@@ -132,7 +164,7 @@ def test_a_step_with_other_roundings_is_seen_and_taken(monkeypatch, small_trials
     assert "its own step() is recorded" in str(found) and "in a trial the kernels gave" in str(
         found
     )
-    assert "(float32 on fakecuda:0)" in str(found)
+    assert f"(float32 on {NAME}:0)" in str(found)
     assert_same("parameters", ours, theirs)
 
 
@@ -187,8 +219,13 @@ def test_a_trial_that_fails_leaves_the_class_its_step(monkeypatch, small_trials)
     (lambda p: Lion([q.detach().bfloat16().requires_grad_() for q in p]), "bfloat16"),
     (lambda p: RMSprop(p, foreach=False), "other bits"),
     (lambda p: RMSprop([*p, *of_a_subclass()]), "some parameters are of a subclass"),
+    (lambda p: ASGD([torch.ones((), device=NAME, requires_grad=True)]), "no dimensions"),
+    (lambda p: ASGD(p, capturable=True), "capturable"),
+    (lambda p: ASGD(p, foreach=False), "other bits"),
+    (lambda p: with_alpha(ASGD(p), -1), "of a negative alpha"),
 ])  # fmt: skip
 def test_what_takes_another_way_is_left_to_the_class(make, why, small_trials):
+    gpu.only_played()
     gpu.round_as_cuda(False)  # so that operators on one tensor have other bits
     optimizer = optfuse.fuse(make(parameters()))
     found = optfuse.summary(optimizer)
@@ -233,6 +270,7 @@ def test_each_kind_is_tried_once(monkeypatch, small_trials):
 
 def check_guard(name, monkeypatch):
     """Without it kernels run whose bits are not those of the class."""
+    gpu.only_played()
     gpu.round_as_cuda(False)
 
     def final():

@@ -185,6 +185,15 @@ def test_pending_when_a_capture_begins(wrap):
     yield from everything(one.model, one.optimizer)
 
 
+def iterated(model, optimizer, i):
+    optimizer.zero_grad()
+    x, y = (t.to(NAME) for t in batch(i))
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    yield "loss", loss
+
+
 @pytest.mark.parametrize("fuse_first", [True, False])
 @in_order("forward", "backward", prove=False)
 def test_a_graphed_callable(wrap, fuse_first):
@@ -194,12 +203,7 @@ def test_a_graphed_callable(wrap, fuse_first):
     fast = torch.cuda.make_graphed_callables(model, (torch.zeros_like(batch(0)[0]).to(NAME),))
     optimizer = optimizer if fuse_first else wrap(stock)
     for i in range(STEPS):
-        optimizer.zero_grad()
-        x, y = (t.to(NAME) for t in batch(i))
-        loss = nn.functional.mse_loss(fast(x), y)
-        loss.backward()
-        optimizer.step()
-        yield "loss", loss
+        yield from iterated(fast, optimizer, i)
     yield from everything(model, optimizer)
 
 
@@ -225,12 +229,7 @@ def test_a_compiled_model(wrap, how):
     model = net()
     optimizer, fast = wrap(adamw(model.parameters())), torch.compile(model, **how)
     for i in range(STEPS):
-        optimizer.zero_grad()
-        x, y = (t.to(NAME) for t in batch(i))
-        loss = nn.functional.mse_loss(fast(x), y)
-        loss.backward()
-        optimizer.step()
-        yield "loss", loss
+        yield from iterated(fast, optimizer, i)
         if i % 3 == 1:
             yield "weight", model[0].weight.detach()
     yield from everything(model, optimizer)

@@ -104,6 +104,7 @@ def test_they_run_on_the_current_stream():
 
 
 def test_who_does_not_wait_is_seen():
+    gpu.only_played()
     pack_on_another_stream(waits=False)
     found = gpu.races()
     gpu.clear()
@@ -112,6 +113,7 @@ def test_who_does_not_wait_is_seen():
 
 def used_elsewhere_and_freed(use):
     """Whether what takes the memory next, on the stream that it was made on, comes in order."""
+    gpu.only_played()
     packed = torch.ops.optfuse.pack_factor(matrix_of(40).to(NAME))
     stream = gpu.stream()
     stream.wait_stream(gpu.current())

@@ -63,6 +63,7 @@ def on_side_stream(script, mode=None, fuse=None, side_stream=True, **choice):
 
 def check_guard(name, script, monkeypatch, mode=None, plays=1, **choice):
     """The negative control: with the guard off, the script must race."""
+    gpu.only_played()
     monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", name)
     found = []
     for _ in range(plays):

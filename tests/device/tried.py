@@ -42,3 +42,9 @@ def all_of(optimizer, params):
 
 def isa(optimizer):
     return optfuse.summary(optimizer).isa
+
+
+def with_alpha(optimizer, alpha):
+    """Constructors of ASGD refuse a negative one from 2.15 on."""
+    optimizer.param_groups[0]["alpha"] = alpha
+    return optimizer

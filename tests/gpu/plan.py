@@ -32,7 +32,7 @@ FOUND = "9"  # exit status of compute-sanitizer where it found something
 #: Tests at a time; each has a thread of its own, and one waits for the GPU.
 PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
 PROGRAMS = 60  # random ones, of each process
-GPU_BITS = ["test_gpu_bits", "test_gpu_rules", "test_gpu_native"]
+GPU_BITS = ["test_gpu_bits", "test_gpu_rules"]
 TRANSPARENCY = ["test_streams", "test_side_stream", "test_training", "test_clipping"]
 TRANSPARENCY += ["test_graphs", "test_memory", "test_profile"]
 READS = "python/forward/test_reads.py::test_"
