@@ -29,7 +29,7 @@ from optfuse._library.bindings import (
 )
 from optfuse._library.bindings import start as start_library
 from optfuse._link import Link, links
-from optfuse._patches import compiled, cuda_graphs, higher_order, profiling, raw_memory, replacing
+from optfuse._patches import compiled, cuda_graphs, profiling, raw_memory, replacing
 from optfuse._updaters.registered import running
 
 
@@ -162,8 +162,7 @@ def start() -> None:
     replacing.warn_of_changes()
     os.register_at_fork(before=_flush_before_fork)
     raw_memory.install(reveal_all, _swap_and_tell)
-    compiled.install(_reveal_to_compiled)
-    higher_order.install(flush_all)
+    compiled.install(_reveal_to_compiled, flush_all)
     cuda_graphs.install(flush_all, drain_all)
     profiling.install(reveal_all)
     loss_scale.install()

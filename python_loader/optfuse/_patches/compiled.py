@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch.compile: compiled code reads raw memory, and its guards compare
 dispatch keys, so everything pending is launched when a compiled callable is
-entered, before its guards run."""
+entered, before its guards run.
+
+So it is when an operator begins that takes functions, such as torch.cond() in a module that
+torch.export has made. PyTorch dispatches these in Python, by the keys of their tensors, and refuses
+those with a key that it does not know."""
 
 from __future__ import annotations
 
@@ -11,19 +15,21 @@ import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType
+from typing import Any
 
 import torch
 import torch._dynamo.eval_frame as eval_frame
+import torch._ops
 from torch import Tensor
 
 from optfuse._library.bindings import guard
-from optfuse._patches.replacing import replace
+from optfuse._patches.replacing import call_before, replace
 
 _entered = False  # a compiled callable, ever
 _given_lists: dict[int, set[str]] = {}  # of lists_given(), by the thread that asks
 
 
-def install(flush_all: Callable[[], None]) -> None:
+def install(reveal_all: Callable[[], None], flush_all: Callable[[], None]) -> None:
     """Once per process. Every compiled callable, also one made before, asks
     this function of torch._dynamo for its stance on entry, just before it lets
     compiled code run: the one place that all of them pass."""
@@ -39,10 +45,14 @@ def install(flush_all: Callable[[], None]) -> None:
         if found is not None and _is_given_a_list(sys._getframe(1)):
             found.add(_name_of(sys._getframe(1)))
         if guard("compile"):
-            flush_all()
+            reveal_all()
         return stance()
 
+    def flush(*_: Any, **__: Any) -> None:
+        flush_all()
+
     replace(eval_frame, "_is_skip_guard_eval_unsafe_stance", launch_first)
+    call_before(torch._ops.HigherOrderOperator, "__call__", flush)
 
 
 @contextlib.contextmanager
