@@ -13,7 +13,7 @@ from pathlib import Path
 
 OK, FAILED, MISSED, NOT_RUN = "ok", "FAILED", "MISSED", "not run"
 LAST_LINES = 25  # of what a failed part printed, shown at once
-EACH = 0.1  # seconds between looks at what commands have printed
+EACH = 0.1  # seconds between looks at who has ended
 LEAST_SECONDS = 5.0  # with less than this left a part is not begun
 
 
@@ -77,63 +77,34 @@ def start(
         )
 
 
-class Listener:
-    """Passes on what the commands print, while they print it."""
-
-    def __init__(self, outputs: list[Path], hear: Callable[[bytes], None]) -> None:
-        self.heard = dict.fromkeys(outputs, 0)
-        self.hear = hear
-
-    def listen(self) -> None:
-        for path, n in self.heard.items():
-            if path.exists() and path.stat().st_size > n:
-                with path.open("rb") as file:
-                    file.seek(n)
-                    new = file.read()
-                self.heard[path] += len(new)
-                self.hear(new)
-
-
-def finish(
-    processes: list[subprocess.Popen[bytes]], until: float, listener: Listener
-) -> list[int | None]:
+def finish(processes: list[subprocess.Popen[bytes]], until: float) -> list[int | None]:
     """Their exit statuses, None of those that had to be ended."""
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(EACH)
-        listener.listen()
     statuses = [process.poll() for process in processes]
     for process, status in zip(processes, statuses, strict=True):
         if status is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    listener.listen()
     return statuses
 
 
 def run_commands(
-    part: Part,
-    environment: Mapping[str, str],
-    seconds: float,
-    folder: Path,
-    hear: Callable[[bytes], None] = lambda new: None,
+    part: Part, environment: Mapping[str, str], seconds: float, folder: Path
 ) -> list[Ran]:
-    """Runs them one after the other, up to the first that is ended, or together."""
-    until = time.monotonic() + seconds
-    outputs = [folder / f"output-{i}.txt" for i in range(len(part.commands))]
-    listener = Listener(outputs, hear)
-    statuses: list[int | None] = []
-    if part.together:
-        pairs = zip(part.commands, outputs, strict=True)
-        processes = [start(command, environment, output) for command, output in pairs]
-        statuses = finish(processes, until, listener)
-    else:
-        for command, output in zip(part.commands, outputs, strict=True):
-            statuses += finish([start(command, environment, output)], until, listener)
-            if statuses[-1] is None:
-                break
-    texts = [output.read_text("utf-8", errors="replace") for output in outputs[: len(statuses)]]
-    done = zip(part.commands, statuses, texts, strict=False)
-    return [Ran(command, status, text) for command, status, text in done]
+    """Runs them one after the other, up to the first that is ended, or together. Each prints to a
+    file in the folder, which is left there if this run is ended before they are."""
+    until, ran = time.monotonic() + seconds, []
+    for group in [part.commands] if part.together else [[one] for one in part.commands]:
+        outputs = [folder / f"now-{i}.log" for i in range(len(group))]
+        pairs = zip(group, outputs, strict=True)
+        statuses = finish([start(one, environment, output) for one, output in pairs], until)
+        for one, status, output in zip(group, statuses, outputs, strict=True):
+            ran.append(Ran(one, status, output.read_text("utf-8", errors="replace")))
+            output.unlink()
+        if None in statuses:
+            break
+    return ran
 
 
 def shown(ran: list[Ran]) -> str:

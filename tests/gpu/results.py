@@ -5,9 +5,7 @@ after each part, so that a run that is ended early leaves what it found."""
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from part import FAILED, Part, Ran, Verdict
 LARGEST = 15 << 20  # bytes of one file
 MOST_FILES = 12
 OURS = ("summary.txt", "results.json", "build.log", "checks.log", "measurements.log")
-OURS += ("benchmark/*.json",)
+OURS += ("benchmark/*.json", "now-*.log")  # the last: of a run that was ended
 
 
 @dataclass
@@ -36,7 +34,6 @@ class Results:
         self.began = time.monotonic()
         self.machine: dict[str, str] = {}
         self.rows: list[Row] = []
-        self.begins: dict[str, int] = {}  # where in a log a part that runs now begins
         folder.mkdir(parents=True, exist_ok=True)
         for old in self.files():
             old.unlink()
@@ -45,24 +42,8 @@ class Results:
         """Ours; whatever else is in the folder is left alone."""
         return sorted(path for pattern in OURS for path in self.folder.glob(pattern))
 
-    def hear(self, name: str, title: str) -> Callable[[bytes], None]:
-        """Takes what a part prints while it runs, in case that this run is ended before
-        log() comes; which then replaces it."""
-        path = self.folder / name
-        self.begins[name] = path.stat().st_size if path.exists() else 0
-
-        def take(new: bytes) -> None:
-            at = path.stat().st_size if path.exists() else 0
-            head = f"==== {title} (not ended) ====\n".encode() if at == self.begins[name] else b""
-            with path.open("ab") as file:
-                file.write((head + new)[: max(0, LARGEST - at)])
-
-        return take
-
     def log(self, name: str, title: str, ran: list[Ran]) -> None:
         path = self.folder / name
-        if name in self.begins and path.exists():
-            os.truncate(path, self.begins.pop(name))
         room = LARGEST - (path.stat().st_size if path.exists() else 0)
         text = f"==== {title} ====\n"
         for one in ran:

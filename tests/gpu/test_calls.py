@@ -93,18 +93,15 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from part import Command, Part, run_commands
-from results import Results
-folder = Path(sys.argv[2])
-results = Results(folder)
 code = "print('so far', flush=True); import time; time.sleep(60)"
 part = Part("x", [Command([sys.executable, "-c", code])], 60, "checks.log")
-run_commands(part, {}, 60, folder, results.hear(part.log, part.name))
+run_commands(part, {}, 60, Path(sys.argv[2]))
 """
 
 
 def test_a_run_that_is_killed_leaves_what_its_part_has_printed(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ENDED, str(HERE), str(tmp_path)])
-    log = tmp_path / "checks.log"
+    log = tmp_path / "now-0.log"
     for _ in range(600):
         if log.exists() and "so far" in log.read_text():
             break
@@ -119,8 +116,8 @@ def test_what_a_part_has_printed_is_in_its_log_once(tmp_path: Path) -> None:
     command = Command([sys.executable, "-c", "print('only once')"])
     part = Part("x", [command], 20, "checks.log")
     for _ in range(2):
-        hear = results.hear(part.log, part.name)
-        results.log(part.log, part.name, run_commands(part, {}, 20, tmp_path, hear))
+        results.log(part.log, part.name, run_commands(part, {}, 20, results.folder))
+    assert [path.name for path in results.files()] == ["checks.log"]
     assert (tmp_path / "out" / "checks.log").read_text().count("only once\n") == 2
 
 
