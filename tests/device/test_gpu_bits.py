@@ -28,7 +28,7 @@ from optfuse._library.releases import release_of, takes_mixed
 
 SIZES = (1, 3, 4, 16, 1003)
 LARGE = (2_000_003, 1 << 20)  # several chunks; the device's own parallelism
-STEPS, POWERS_AT_ONCE, POWERS_TO = (200, 4096, 200_000) if gpu.IS_REAL else (20, 64, 200)
+STEPS, POWERS_AT_ONCE, POWERS_TO = (200, 4096, 200_000) if gpu.IS_REAL else (12, 64, 200)
 modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 narrow = pytest.mark.skipif(
     not takes_mixed(release_of(torch.__version__)), reason="this torch takes no such state"
