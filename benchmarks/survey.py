@@ -193,7 +193,7 @@ def compare(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
             return DIFFERENT, f"{mode}: {type(error).__name__}: {error}"
         if difference is not None:
             return DIFFERENT, f"{mode}: {difference}"
-    updater = link_of(fused[0]).ledger.updater
+    updater = link_of(fused[0]).updater
     if not isinstance(updater, Recorded) or updater.passes_ahead:
         return AHEAD, ""
     return LEFT, updater.why_left()

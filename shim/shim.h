@@ -27,26 +27,11 @@ extern "C" {
 
 typedef struct of_shim_plan of_shim_plan;
 
-/* A plan's question to Python: callback(plan, event, slot), two addresses and a
- * number. It returns OF_SHIM_DONE. What it raises arrives where the plan asked, an Exception as
- * optfuse.Error and others (KeyboardInterrupt) by their type. Ctrl-C comes before or after
- * it, never inside. */
-enum { OF_SHIM_DONE = 1 };
-typedef enum of_shim_event {
-    OF_SHIM_REDUCED, /* a backward pass is about to end: wait for the gradients that are still
-                        being reduced between processes, and say so of each slot */
-    OF_SHIM_APPLY    /* rules without kernels: run the optimizer's own step() on this slot's
-                        parameter, whose gradient is in .grad. This thread has the plan's lock
-                        meanwhile: of_shim_step(), of_shim_flush() and others that need the
-                        lock refuse to run here for this plan */
-} of_shim_event;
-
 /* Once per process: registers the first-use fallback and the fork handlers.
  * error_type: borrowed PyObject* of the Python exception class that errors
- * raised inside operators and backward arrive as. callback: borrowed PyObject*, called with
- * the GIL. Both alive for ever. OF_REFUSED if another library owns the
- * dispatch key, or Python lacks a function that the library calls. */
-OF_API int of_shim_init(void *error_type, void *callback);
+ * raised inside operators and backward arrive as, alive for ever. OF_REFUSED if another library owns
+ * the dispatch key, or Python lacks a function that the library calls. */
+OF_API int of_shim_init(void *error_type);
 /* Likewise, after it and before the first plan: the library's messages go to receive(level, text),
  * called on the main thread; level: 0 error, 1 warning, 2 info, 3 debug. Else they go to stderr. */
 OF_API void of_shim_log_to(void *receive);
@@ -75,22 +60,23 @@ OF_API int of_shim_group(of_shim_plan *plan, size_t group, const double *hyper, 
 
 /* The ledger of an optimizer of Python (loader/reader.h). These functions need the GIL
  * (ctypes.PyDLL) and give it up while updates run. optimizer: a borrowed PyObject*. Where they
- * fail Python's exception is set. */
+ * fail Python's exception is set. What the library asks of the loader's Link meanwhile arrives where it
+ * asked if that raises, an Exception as optfuse.Error and others (KeyboardInterrupt) by their type.
+ * Ctrl-C comes before or after it, never inside. */
 
-/* Traits of a plan, which the loader's Ledger names when it has told parameters. */
+/* Traits of a plan, which the loader's Link names when it has told parameters. */
 enum of_shim_trait {
-    OF_SHIM_ASKS = 1,            /* the loader begins and ends each step: there are no kernels, or
-                                    parameters are sharded */
-    OF_SHIM_COUNTS_TOGETHER = 2, /* a step advances the counters of all parameters at once */
-    OF_SHIM_READS_SCALE = 4,     /* updates read grad_scale and found_inf of the optimizer */
-    OF_SHIM_COUNTS_PASSES = 8,   /* of_plan_options.passes is not 1 */
-    OF_SHIM_IS_SHARDED = 16      /* there are DTensors among the parameters */
+    OF_SHIM_ASKS = 1,          /* the loader begins and ends each step: there are no kernels, or
+                                  parameters are sharded */
+    OF_SHIM_READS_SCALE = 2,   /* updates read grad_scale and found_inf of the optimizer */
+    OF_SHIM_COUNTS_PASSES = 4, /* of_plan_options.passes is not 1 */
+    OF_SHIM_IS_SHARDED = 8     /* there are DTensors among the parameters */
 };
 enum { OF_SHIM_LEFT = -1 }; /* nothing was done: that is left to the optimizer's class */
 
-/* Before anything else is told. optimizer, ledger: weak references; scaled: a set that lives for
+/* Before anything else is told. optimizer, link: weak references; scaled: a set that lives for
  * ever, empty as long as no loss has been scaled. */
-OF_API void of_shim_ledger_open(of_shim_plan *plan, void *optimizer, void *ledger, void *scaled);
+OF_API void of_shim_ledger_open(of_shim_plan *plan, void *optimizer, void *link, void *scaled);
 /* Tells the plan of all groups and parameters from the start. */
 OF_API int of_shim_ledger_rebuild(of_shim_plan *plan, void *optimizer);
 /* unless_watched: OF_SHIM_LEFT if of_shim_is_profiled(). */
@@ -99,11 +85,8 @@ OF_API int of_shim_ledger_step(of_shim_plan *plan, void *optimizer, bool unless_
  * OF_SHIM_LEFT: the gradients are still there. */
 OF_API int of_shim_ledger_zero_grad(of_shim_plan *plan, void *optimizer, bool may_drop);
 OF_API int of_shim_ledger_tell_options(of_shim_plan *plan, void *optimizer);
-/* Whether the state has the entries and values that the plan was told of. looks: else whether there
- * are some, and nothing that the library knows of has changed them. */
-OF_API bool of_shim_ledger_same_state(of_shim_plan *plan, void *optimizer, bool looks);
-/* told: the plan has been told of the state as it is now; else it must be told anew. */
-OF_API void of_shim_ledger_know_state(of_shim_plan *plan, void *optimizer, bool told);
+/* The plan must be told of the state anew. */
+OF_API void of_shim_ledger_forget_state(of_shim_plan *plan);
 /* An update has made an entry of the state, or run through it. is_new: the state had none. */
 OF_API void of_shim_ledger_note_entry(of_shim_plan *plan, size_t slot, bool is_new);
 

@@ -9,9 +9,7 @@ import os
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from optfuse import _averages, _ddp
 from optfuse._backward import loss_scale, recomputation
@@ -20,8 +18,6 @@ from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
     ALL_MODELS,
     BACKWARD,
-    DONE,
-    EVENT_APPLY,
     Error,
     check,
     guard,
@@ -37,7 +33,7 @@ def _each_marked(work: Callable[[Link], None]) -> None:
     if running():  # under a plan's lock; and its tensors are ready
         return
     for link in list(links.values()):
-        if link.ledger.marked:
+        if link.marked:
             work(link)
 
 
@@ -123,32 +119,10 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
         finally:
             for link in concerned:
                 if (optimizer := link.kept()) is not None:
-                    link.ledger.rebuild(optimizer)
+                    link.rebuild(optimizer)
 
     return swap_and_rebuild
 
-
-def _answer(plan: int, event: int, slot: int) -> int:
-    link = links.get(plan)
-    if event != EVENT_APPLY:  # a backward pass ends, before its last updates
-        if link is not None and link.options.reduction is not None:
-            link.options.reduction.finish()
-    elif link is not None:
-        link.apply(slot)
-    return DONE
-
-
-_answer_untraced = torch._dynamo.disable(_answer)
-
-
-def _answer_event(plan: int, event: int, slot: int) -> int:
-    """Answers the library in the middle of a pass, which may be a compiled one:
-    dynamo would trace what runs here, and to leave it alone takes microseconds."""
-    answer = _answer if get_eval_frame_callback() is None else _answer_untraced
-    return answer(plan, event, slot)
-
-
-_on_event = torch._dynamo.disable(_answer_event, recursive=False)
 
 _started = False
 
@@ -158,7 +132,7 @@ def start() -> None:
     global _started
     if _started:
         return
-    start_library(_on_event)
+    start_library()
     replacing.warn_of_changes()
     os.register_at_fork(before=_flush_before_fork)
     raw_memory.install(reveal_all, _swap_and_tell)

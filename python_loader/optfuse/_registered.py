@@ -8,8 +8,8 @@ import inspect
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import FLAG, OPTIMIZER_CLASS, checked
+from optfuse._class_code import step_of
 from optfuse._library.bindings import Error
-from optfuse._noted import step_of
 
 _registered: set[type[Optimizer]] = set()
 

@@ -123,7 +123,6 @@ class Rule:
     fuses_dtensors: bool = False  # PyTorch's fused=True takes DTensors
     takes_mixed: bool = False  # and, on GPUs, float32 parameters whose state is bfloat16
     scales: bool = False  # step() reads the optimizer's grad_scale and found_inf
-    asserts_no_scale: bool = False  # ... and raises if there is one
     because: tuple[str, ...] = ()  # why step() is recorded, where kernels might update
     _where: list[tuple[str, int | None]] = field(init=False, repr=False, compare=False)
     _lengths: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -191,14 +190,13 @@ class Rule:
         wanted = {"capturable": False, "fused": is_fused, "foreach": False}
         return {flag: value for flag, value in wanted.items() if flag in group}
 
-    @property
-    def reads_scale(self) -> bool:
-        """Whether its fused=True divides by grad_scale and skips the step at found_inf."""
-        return self.reference == "fused=True"
-
     def on_gpus(self) -> Rule:
         """Where the trial was passed."""
         return replace(self, reference="own step()", as_made=True)
+
+    def bucket_bytes(self, asked: int) -> int:
+        """How many bytes of updates wait for each other; 0: the library's own number."""
+        return asked
 
     def numbers_on_gpu(self) -> tuple[str, ...]:
         """Keys of the state whose tensors are where the parameter is."""
@@ -242,6 +240,9 @@ class RegisteredRule(AnyRule):
 
     native: str = ""  # of an update by torch's operators in its place (_updaters/native.py)
 
+    def bucket_bytes(self, asked: int) -> int:
+        return 1  # they don't wait
+
 
 RECORDED = RecordedRule("programs", **ROWS["programs"], reference="own step()")
 REGISTERED = RegisteredRule("programs", **ROWS["programs"], reference="own step()")
@@ -272,7 +273,7 @@ RULES |= {cls: _rule(cls.__name__.lower(), reference="step()", tried=True) for c
 
 # In backward mode. They look at numbers of gradients, or call many operators on small matrices.
 NATIVE: dict[type[Optimizer], RegisteredRule] = {
-    Adafactor: replace(REGISTERED, native="adafactor", asserts_no_scale=True),
+    Adafactor: replace(REGISTERED, native="adafactor"),
     Muon: replace(REGISTERED, native="muon"),
 }
 

@@ -63,7 +63,6 @@ class Summary:
     threads_seen: bool  # another thread used a pending parameter: no more deferring
     compiled: bool  # compiled code used parameters on a GPU: no more deferring
     norms: str  # who finds those of gradients, to clip them on the CPU
-    scaled_steps: int  # by PyTorch's own implementation, with a scale that was set by hand
     promised: tuple[PromisedLayer, ...]  # weights large enough, with products="auto"
     past_caches: bool  # backward fusion stores parameters on the CPU so now (docs/performance.md)
 
@@ -100,11 +99,6 @@ class Summary:
         )
         if self.norms == TORCHS:
             yield "torch's operator finds the norms of gradients: ours has other bits here"
-        if self.scaled_steps:
-            yield (
-                f"{self.scaled_steps} steps were those of PyTorch's own fused=True, because "
-                "grad_scale or found_inf was set by hand"
-            )
 
     def _notes_on_times(self) -> Iterator[str]:
         """Why updates run at other times than usual."""
@@ -183,7 +177,6 @@ def _of_own_step(optimizer: Optimizer, params: list[Tensor]) -> Summary:
         delayed=0,
         delay_bytes=0,
         compiled=False,
-        scaled_steps=0,
         promised=(),
         norms=NOT_TRIED,
         **_numbers(Counts()),
@@ -199,9 +192,13 @@ def summary(optimizer: Optimizer) -> Summary:
     if not is_fused(optimizer):
         return _of_own_step(optimizer, params)
     link = link_of(optimizer)
-    updater = link.ledger.updater
+    updater = link.updater
     counts = _counts_of(link)
     dtypes = {str(p.dtype).removeprefix("torch.") for p in params}
+
+    def kinds_of(dtype: str) -> list[str]:
+        return _kinds(p for p in params if str(p.dtype) == f"torch.{dtype}")
+
     return Summary(
         optimizer=type(optimizer).__name__,
         mode="forward" if link.mode == FORWARD else "backward",
@@ -213,11 +210,7 @@ def summary(optimizer: Optimizer) -> Summary:
         own_step_because=link.rule.because,
         own_step=updater.described(),
         isa={
-            name: updater.updates_by
-            or " and ".join(
-                lib.of_shim_isa(link.plan, i).decode() if kind == "the CPU" else "cuda"
-                for kind in _kinds(p for p in params if str(p.dtype) == f"torch.{name}")
-            )
+            name: " and ".join({updater.isa(i, kind == "the CPU"): None for kind in kinds_of(name)})
             for i, name in enumerate(DTYPES)
             if name in dtypes
         },
@@ -226,7 +219,6 @@ def summary(optimizer: Optimizer) -> Summary:
         delay_bytes=link.delayed.nbytes() if link.delayed else 0,
         compiled=link.compiled,
         norms=norms_are(),
-        scaled_steps=link.ledger.scaled_steps,
         promised=tuple(_promised(link.plan)),
         **_numbers(counts),
     )
@@ -243,7 +235,7 @@ def explain(optimizer: Optimizer) -> str:
     if not is_fused(optimizer):
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)
-    lines = [f"{name}: {link.ledger.updater.explained(link.ledger.label)}"]
+    lines = [f"{name}: {link.updater.explained(link.label)}"]
     for layer in _promised(link.plan):
         because = f", {layer.because}" if layer.because else ""
         lines.append(

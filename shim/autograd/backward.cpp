@@ -181,9 +181,8 @@ const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure
 // Others may see the parameter's memory (another parameter, a graph that is kept, an alias of
 // the user's) or the gradient. Such an update is left to step(), so that others see the weight
 // change when stock changes it, and parameters that overlap change in stock's order. So is an
-// update whose state others have, too: two optimizers use it in the order of their step(). On the
-// CPU so is one with a loss scale, which the owner's own step() knows how to apply; and so is one
-// whose gradient a hook of the AccumulateGrad node may still change.
+// update whose state others have, too: two optimizers use it in the order of their step(); and so is
+// one whose gradient a hook of the AccumulateGrad node may still change.
 of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         if (!is_reduced_by_ddp(p))
@@ -199,8 +198,6 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
     const bool is_recorded = runs_lines(slot); // which are users of the memory, too
     if (slot->plan->is_left ||
         (OF_GUARD(shared_state) && !is_recorded && shares_state(*slot)))
-        return OF_FOUND_NOTHING;
-    if (slot->plan->scalars.scale_gradients() && p->device().is_cpu())
         return OF_FOUND_NOTHING;
     const bool has_others = is_recorded ? !slot->plan->ahead->knows_all_users(*slot)
                                         : !is_private(storage_of(p), slot->aliases.size());

@@ -233,11 +233,11 @@ void FusedOptimizer::end(bool done) {
 }
 
 void FusedOptimizer::step() {
-    ledger->step(*this);
+    ledger->step(*this, look());
 }
 
 void FusedOptimizer::zero_grad(bool set_to_none) {
-    if (!ledger->zero_grad(*this, set_to_none))
+    if (!ledger->zero_grad(*this, has_same_params(), set_to_none))
         optimizer.zero_grad(set_to_none);
 }
 
@@ -247,7 +247,7 @@ void FusedOptimizer::flush() {
 }
 
 bool FusedOptimizer::begin_backward(Plan *, bool only_adds) {
-    return only_adds || answers([&] { ledger->begin_pass(*this); });
+    return only_adds || answers([&] { ledger->begin_pass(*this, look()); });
 }
 
 bool FusedOptimizer::make_state(Plan *, size_t slot) {

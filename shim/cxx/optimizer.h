@@ -32,7 +32,6 @@ class FusedOptimizer final : public Owner, private OptimizerReader {
 
     bool begin_backward(Plan *plan, bool only_adds) override;
     bool make_state(Plan *plan, size_t slot) override;
-    bool await_reduction(Plan *) override { return true; }
     void end_backward(Plan *plan) override;
 
   private:

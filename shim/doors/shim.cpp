@@ -106,7 +106,7 @@ int choose_isa(const char *name, of_isa *out) {
 
 extern "C" {
 
-int of_shim_init(void *error_type, void *callback) {
+int of_shim_init(void *error_type) {
     try {
         if (!of_python_find())
             return OF_REFUSED;
@@ -114,7 +114,6 @@ int of_shim_init(void *error_type, void *callback) {
         if (status != OF_OK)
             return status;
         optfuse::PythonError::type = static_cast<_object *>(error_type);
-        optfuse::set_callback(static_cast<_object *>(callback));
         return OF_OK;
     } catch (const std::exception &e) {
         return failed(e);

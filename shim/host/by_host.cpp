@@ -88,7 +88,7 @@ class KeepVersion {
 };
 
 bool run_python(Slot *slot) {
-    if (ask_python(slot->plan, OF_SHIM_APPLY, slot->index) != 0)
+    if (slot->plan->owner->update(slot->plan, slot->index))
         return true;
     const std::string reason = of_error_message();
     of_set_error("step() on %s failed: %s", slot->label.c_str(),

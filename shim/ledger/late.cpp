@@ -9,6 +9,7 @@
 #include "guard.h"
 #include "ledger/ledger.h"
 #include "python/callback.h"
+#include "recorded/ahead.h"
 #include "shim.h"
 #include "plan/slots.h"
 
@@ -28,13 +29,19 @@ void Ledger::confirm(OptimizerReader &now) {
     now.confirmed(complained);
 }
 
-bool Ledger::is_updated(OptimizerReader &now, size_t slot) const {
-    const bool is_bound = now.counts_together() && plan.slots[slot]->param->grad().defined();
+// A step() that runs ahead advances the counters of all parameters that have a gradient.
+bool Ledger::counts_together() const {
+    return plan.ahead != nullptr;
+}
+
+bool Ledger::is_updated(size_t slot) const {
+    const bool is_bound = counts_together() && plan.slots[slot]->param->grad().defined();
     return is_bound || of_shim_is_updated(handle_of(&plan), slot);
 }
 
 void Ledger::refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step) {
-    if (!has_begun || !has_updated() || !OF_GUARD(late))
+    const bool is_used = has_updated() || (counts_together() && plan.ahead->has_begun());
+    if (!has_begun || !is_used || !OF_GUARD(late))
         return;
     const std::vector<std::string> found = late_changes(now, look);
     std::vector<std::string> unsaid;
@@ -69,7 +76,7 @@ std::vector<std::string> Ledger::late_changes(OptimizerReader &now, const Look &
 }
 
 void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> *found) {
-    if (now.counts_together() && !now.has_same_params()) {
+    if (counts_together() && !now.has_same_params()) {
         found->push_back("param_groups, with which " + plan.slots[0]->label +
                          " counts, was changed");
         return;
@@ -77,7 +84,7 @@ void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> 
     const std::vector<size_t> groups = now.groups_now();
     std::map<std::pair<size_t, size_t>, std::string> changed;
     for (const Slot *slot : plan.slots) {
-        if (slot->index >= groups.size() || !is_updated(now, slot->index))
+        if (slot->index >= groups.size() || !is_updated(slot->index))
             continue; // not known: rebuild() has failed half-way
         const std::pair<size_t, size_t> moved(slot->group, groups[slot->index]);
         if (moved.second == OptimizerReader::kNoGroup) {
@@ -96,7 +103,7 @@ void Ledger::find_changed_groups(OptimizerReader &now, std::vector<std::string> 
 void Ledger::find_changed_state(OptimizerReader &now, std::vector<std::string> *found) {
     const size_t n = now.parameters().size(); // fewer: rebuild() has failed half-way
     for (const Slot *slot : plan.slots)
-        if (slot->index < n && is_updated(now, slot->index)) {
+        if (slot->index < n && is_updated(slot->index)) {
             const std::string text = now.changed_state(slot->index);
             if (!text.empty())
                 found->push_back(text);

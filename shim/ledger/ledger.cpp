@@ -65,7 +65,7 @@ void Ledger::rebuild(OptimizerReader &now) {
 
 // Programs have counters in them, which step() advances for the parameters they are for.
 void Ledger::sync_params(OptimizerReader &now, Look *look) {
-    if (look->params || (now.counts_together() && has_updated()))
+    if (look->params || (counts_together() && has_updated()))
         return;
     rebuild(now);
     *look = now.look();
@@ -135,16 +135,15 @@ void Ledger::create_updates(OptimizerReader &now, Look look) {
     const bool in_backward = plan.mode == OF_BACKWARD && !is_updating_here(&plan);
     if (!in_backward || has_unused_gradient(plan)) // else the next backward does it
         tell(now, look);
-    now.prepare(look, false);
+    now.prepare(look);
     if (in_backward && has_lost_gradient_hook(plan))
         now.attach();
     check(step_plan(now));
 }
 
-void Ledger::step(OptimizerReader &now) {
+void Ledger::step(OptimizerReader &now, Look look) {
     const std::lock_guard<std::recursive_mutex> alone(plan.alone);
     refuse_capture_without_backward();
-    Look look = now.look();
     refuse_late_changes(now, look, true);
     sync_params(now, &look);
     if (!now.begin(&look, false))
@@ -158,11 +157,11 @@ void Ledger::step(OptimizerReader &now) {
     now.end(true);
     put_in_order(now);
     confirm(now);
-    if (now.counts_together() && !now.has_same_params())
+    if (counts_together() && !now.has_same_params())
         rebuild(now);
 }
 
-bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
+bool Ledger::zero_grad(OptimizerReader &now, bool has_same_params, bool may_drop) {
     const std::lock_guard<std::recursive_mutex> alone(plan.alone);
     if (has_updated())
         fail("optfuse: " + find_caller().place +
@@ -172,20 +171,18 @@ bool Ledger::zero_grad(OptimizerReader &now, bool may_drop) {
              "optfuse.accumulate(optimizer):`.\nWhere a step() is left out, use "
              "optfuse.fuse(optimizer, mode=\"forward\")");
     const bool in_backward = plan.mode == OF_BACKWARD;
-    const bool is_same = (in_backward || may_drop) && now.has_same_params();
-    if (in_backward && !is_same)
+    if (in_backward && !has_same_params)
         rebuild(now);
     if (in_backward)
         of_shim_restart_count(handle_of(&plan));
-    if (!may_drop || !(in_backward || is_same))
+    if (!may_drop || !(in_backward || has_same_params))
         return false;
     now.drop_gradients();
     return true;
 }
 
-void Ledger::begin_pass(OptimizerReader &now) {
+void Ledger::begin_pass(OptimizerReader &now, Look look) {
     const std::lock_guard<std::recursive_mutex> guard(plan.telling);
-    Look look = now.look();
     if (!look.params && OF_GUARD(groups))
         fail("optfuse: param_groups has other parameters than at the last step(), which a backward "
              "pass can't start to update; call zero_grad() after changing param_groups. Nothing "
@@ -196,7 +193,7 @@ void Ledger::begin_pass(OptimizerReader &now) {
     if (plan.is_left)
         return;
     tell(now, look);
-    now.prepare(look, true);
+    now.prepare(look);
     note_used(now);
 }
 

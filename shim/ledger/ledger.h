@@ -23,11 +23,12 @@ class Ledger {
     // Tells the plan of all parameters and groups from the start. After a failure the next step
     // does it again.
     void rebuild(OptimizerReader &now);
-    void step(OptimizerReader &now);
+    // look: at `now`, as of this moment.
+    void step(OptimizerReader &now, Look look);
     // False: the gradients are still there, for stock's zero_grad().
-    bool zero_grad(OptimizerReader &now, bool may_drop);
+    bool zero_grad(OptimizerReader &now, bool has_same_params, bool may_drop);
     // The first gradient of a backward pass that updates is complete.
-    void begin_pass(OptimizerReader &now);
+    void begin_pass(OptimizerReader &now, Look look);
     void make_state(OptimizerReader &now, size_t slot);
     void tell_options(OptimizerReader &now);
     // Options that are not the numbers of group `then`: the first; npos: none.
@@ -48,7 +49,8 @@ class Ledger {
     void put_in_order(OptimizerReader &now);
     int step_plan(OptimizerReader &now);
     void create_updates(OptimizerReader &now, Look look);
-    bool is_updated(OptimizerReader &now, size_t slot) const;
+    bool counts_together() const;
+    bool is_updated(size_t slot) const;
     std::vector<std::string> late_changes(OptimizerReader &now, const Look &look);
     void find_changed_groups(OptimizerReader &now, std::vector<std::string> *found);
     void find_changed_state(OptimizerReader &now, std::vector<std::string> *found);

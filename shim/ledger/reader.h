@@ -42,7 +42,7 @@ struct OptimizerReader {
     // options and state are told, and may change what look() has said; false: the optimizer's own
     // step() has been taken. prepare() comes after, end() after the step that begin() was for.
     virtual bool begin(Look *, bool /* in_backward */) { return true; }
-    virtual void prepare(const Look &, bool /* in_backward */) {}
+    virtual void prepare(const Look &) {}
     virtual void end(bool /* done */) {}
 
     // ---- between backward() and step(): what updates have used, and is other now
@@ -51,9 +51,6 @@ struct OptimizerReader {
     virtual void note_used() {}
     // All has been used. complained: an error has named a change.
     virtual void confirmed(bool /* complained */) {}
-    // Counters in the updates of backward() advance in step(), with those of all slots that have a
-    // gradient.
-    virtual bool counts_together() { return false; }
     // An attribute of the optimizer: the change as a sentence; empty: none.
     virtual std::string changed_attribute() { return ""; }
     // The parameters of all slots, by address, as rebuild() has found them.

@@ -9,17 +9,17 @@
 
 namespace optfuse {
 
-PythonOwner::PythonOwner(Plan &its, of_object *optimizer, of_object *loader, of_object *losses)
-    : ledger(its), plan(its), optimizer_ref(optimizer), ledger_ref(loader), scaled(losses) {
+PythonOwner::PythonOwner(Plan &its, of_object *optimizer, of_object *link, of_object *losses)
+    : ledger(its), plan(its), optimizer_ref(optimizer), link_ref(link), scaled(losses) {
     of_interpreter.keep(optimizer_ref);
-    of_interpreter.keep(ledger_ref);
+    of_interpreter.keep(link_ref);
 }
 
 void PythonOwner::close() {
     const int state = of_interpreter.take_gil();
-    for (of_object *const ref : {optimizer_ref, ledger_ref})
+    for (of_object *const ref : {optimizer_ref, link_ref})
         of_interpreter.drop(ref);
-    optimizer_ref = ledger_ref = nullptr;
+    optimizer_ref = link_ref = nullptr;
     of_interpreter.give_gil(state);
 }
 
@@ -31,9 +31,9 @@ bool PythonOwner::begin_backward(Plan *, bool only_adds) {
         now.check_pass(only_adds);
         if (only_adds)
             return;
-        now.look_first();
+        const Look look = now.look();
         const PythonReader::Gil given_up(now, false);
-        ledger.begin_pass(now);
+        ledger.begin_pass(now, look);
     });
 }
 
@@ -50,7 +50,21 @@ bool PythonOwner::make_state(Plan *, size_t slot) {
 }
 
 bool PythonOwner::await_reduction(Plan *) {
-    return ask_python(&plan, OF_SHIM_REDUCED, 0) != 0;
+    return in_python([&] {
+        PythonReader now(*this);
+        if (now.is_alive())
+            now.await_reduction();
+    });
+}
+
+bool PythonOwner::update(Plan *, size_t slot) {
+    const auto work = [&] {
+        PythonReader now(*this);
+        if (!now.is_alive())
+            fail("optfuse: this optimizer no longer exists");
+        now.update(slot);
+    };
+    return in_python(work, &plan);
 }
 
 namespace {
@@ -86,11 +100,11 @@ using optfuse::PythonReader;
 
 extern "C" {
 
-void of_shim_ledger_open(of_shim_plan *handle, void *optimizer, void *ledger, void *scaled) {
+void of_shim_ledger_open(of_shim_plan *handle, void *optimizer, void *link, void *scaled) {
     optfuse::Plan *plan = optfuse::plan_of(handle);
     const auto object = [](void *it) { return static_cast<of_object *>(it); };
     const auto made = std::make_shared<optfuse::PythonOwner>(*plan, object(optimizer),
-                                                             object(ledger), object(scaled));
+                                                             object(link), object(scaled));
     plan->owner = made.get();
     plan->python = made;
 }
@@ -112,19 +126,19 @@ int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watch
     if (unless_watched && at::hasCallbacks())
         return OF_SHIM_LEFT;
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
-        now.look_first();
+        const optfuse::Look look = now.look();
         const PythonReader::Gil given_up(now, false);
-        owner_of(handle).ledger.step(now);
+        owner_of(handle).ledger.step(now, look);
         return OF_OK;
     });
 }
 
 int of_shim_ledger_zero_grad(of_shim_plan *handle, void *optimizer, bool may_drop) {
     return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
-        now.look_at_params_first();
+        const bool same = now.has_same_params();
         const PythonReader::Gil given_up(now, false);
         const bool dropped =
-            owner_of(handle).ledger.zero_grad(now, may_drop && !at::hasCallbacks());
+            owner_of(handle).ledger.zero_grad(now, same, may_drop && !at::hasCallbacks());
         return dropped ? static_cast<int>(OF_OK) : OF_SHIM_LEFT;
     });
 }
@@ -137,23 +151,8 @@ int of_shim_ledger_tell_options(of_shim_plan *handle, void *optimizer) {
     });
 }
 
-bool of_shim_ledger_same_state(of_shim_plan *handle, void *optimizer, bool looks) {
-    bool same = false;
-    optfuse::raising(handle, optimizer, [&](PythonReader &now) {
-        const optfuse::Remembered &known = owner_of(handle).known;
-        same = looks ? now.is_same_state() : known.knows_state && known.entries.all().size() > 1;
-        return OF_OK;
-    });
-    return same;
-}
-
-void of_shim_ledger_know_state(of_shim_plan *handle, void *optimizer, bool told) {
-    optfuse::raising(handle, optimizer, [&](PythonReader &now) {
-        optfuse::Remembered &known = owner_of(handle).known;
-        known.must_tell_state();
-        known.knows_state = told && now.remember_state();
-        return OF_OK;
-    });
+void of_shim_ledger_forget_state(of_shim_plan *handle) {
+    owner_of(handle).known.must_tell_state();
 }
 
 void of_shim_ledger_note_entry(of_shim_plan *handle, size_t slot, bool is_new) {

@@ -29,21 +29,20 @@ PythonReader::PythonReader(PythonOwner &its, of_object *its_optimizer)
     : owner(its), optimizer_held(its_optimizer != nullptr || its.optimizer_ref == nullptr
                                      ? nullptr
                                      : of_interpreter.call_objects(its.optimizer_ref, nullptr)),
-      loader(its.ledger_ref == nullptr ? nullptr
-                                       : of_interpreter.call_objects(its.ledger_ref, nullptr)),
+      link(its.link_ref == nullptr ? nullptr : of_interpreter.call_objects(its.link_ref, nullptr)),
       optimizer(its_optimizer != nullptr ? its_optimizer : optimizer_held.get()),
       scale(is_alive() && has_scale()) {}
 
 bool PythonReader::is_alive() const {
     const of_object *const none = of_interpreter.none;
-    return optimizer != nullptr && optimizer != none && loader.get() != nullptr &&
-           loader.get() != none;
+    return optimizer != nullptr && optimizer != none && link.get() != nullptr &&
+           link.get() != none;
 }
 
 template <typename... Arguments>
 of_object *PythonReader::ask(const char *method, const char *format, Arguments... arguments) {
     const std::string all = std::string("sO") + format;
-    of_object *const answer = of_interpreter.call_method(loader.get(), "ask", all.c_str(), method,
+    of_object *const answer = of_interpreter.call_method(link.get(), "ask", all.c_str(), method,
                                                          optimizer, arguments...);
     if (answer == nullptr)
         throw RaisedInPython();
@@ -136,17 +135,14 @@ bool PythonReader::has_params() const {
            params.is_over();
 }
 
-Look PythonReader::see() {
+Look PythonReader::look() {
+    const Gil gil(*this, true);
     if (has(OF_SHIM_IS_SHARDED) && is_so("are_replaced", ""))
         return {false, false, false};
     const Ref groups(of_interpreter.attribute(optimizer, "param_groups"));
     const bool all = groups.get() != nullptr && has_same_options(groups.get());
     const bool params = all || has_params();
     return {params, all, is_same_state()};
-}
-
-void PythonReader::look_at_params_first() {
-    first = Look{has_params(), false, false};
 }
 
 bool PythonReader::remember_state() {
@@ -165,8 +161,8 @@ bool PythonReader::remember_state() {
     for (size_t i = 1; i < found.size(); i += 2)
         known.values.add_dict(found[i]);
     const Ref entries = known.entries.keep(), values = known.values.keep();
-    of_interpreter.set_attribute(loader.get(), "kept_entries", entries.get());
-    of_interpreter.set_attribute(loader.get(), "kept_values", values.get());
+    of_interpreter.set_attribute(link.get(), "kept_entries", entries.get());
+    of_interpreter.set_attribute(link.get(), "kept_values", values.get());
     return true;
 }
 
@@ -174,21 +170,20 @@ void PythonReader::check_pass(bool only_adds) {
     if (has(OF_SHIM_COUNTS_PASSES) || (!only_adds && of_interpreter.set_size(owner.scaled) > 0))
         is_so("check_pass", "i", only_adds);
     const Ref yes(of_interpreter.boolean(1));
-    of_interpreter.set_attribute(loader.get(), "marked", yes.get());
+    of_interpreter.set_attribute(link.get(), "marked", yes.get());
+}
+
+void PythonReader::await_reduction() {
+    is_so("await_reduction", "");
+}
+
+void PythonReader::update(size_t slot) {
+    is_so("apply", "n", static_cast<ssize_t>(slot));
 }
 
 // ---- what the ledger asks
 
-Look PythonReader::look() {
-    if (first)
-        return *std::exchange(first, std::nullopt);
-    const Gil gil(*this, true);
-    return see();
-}
-
 bool PythonReader::has_same_params() {
-    if (first)
-        return std::exchange(first, std::nullopt)->params;
     const Gil gil(*this, true);
     return has_params();
 }
@@ -209,7 +204,7 @@ void PythonReader::rebuild() {
     });
     known.params = std::move(params);
     const Ref kept = known.params.keep();
-    of_interpreter.set_attribute(loader.get(), "kept_params", kept.get());
+    of_interpreter.set_attribute(link.get(), "kept_params", kept.get());
 }
 
 void PythonReader::check_rebuild() {
@@ -259,15 +254,15 @@ void PythonReader::remember_options() {
         known.lists.push_back(of_interpreter.dict_item(group, "params"));
     }
     const Ref kept = known.options.keep();
-    of_interpreter.set_attribute(loader.get(), "kept_options", kept.get());
+    of_interpreter.set_attribute(link.get(), "kept_options", kept.get());
 }
 
 void PythonReader::tell_state() {
     const Gil gil(*this, true);
     owner.known.knows_state = false;
     const bool all = remember_state(); // what changes meanwhile is other at the next look
-    owner.known.must_prepare |= is_so("tell_state", "");
-    owner.known.knows_state = all;
+    owner.known.must_prepare = true;
+    owner.known.knows_state = is_so("tell_state", "") && all;
 }
 
 bool PythonReader::leaves_state() {
@@ -298,15 +293,15 @@ bool PythonReader::begin(Look *look, bool in_backward) {
     if (!has(OF_SHIM_ASKS) && !scale)
         return true;
     const Gil gil(*this, true);
-    const bool goes_on = is_so("begin", "ii", in_backward, look->state);
+    const bool goes_on = is_so("begin", "i", in_backward);
     look->state = look->state && is_same_state();
     return goes_on;
 }
 
-void PythonReader::prepare(const Look &look, bool in_backward) {
+void PythonReader::prepare(const Look &look) {
     Remembered &known = owner.known;
     if (known.must_prepare || scale || (!known.knows_options))
-        known.must_prepare = is_so("prepare", "ii", look.groups, in_backward);
+        known.must_prepare = is_so("prepare", "i", look.groups);
 }
 
 // An interrupt that waits comes after what is left to do in Python, or a step whose updates are
@@ -346,26 +341,19 @@ void PythonReader::note_used() {
         const Gil gil(*this, true);
         remember_state();
     }
-    if (scale || known.had_scale || known.has_made)
-        is_so("note_used", "");
-    known.had_scale = scale;
-    known.has_made = false;
+    if (std::exchange(known.has_made, false))
+        is_so("use_anew", "");
 }
 
 void PythonReader::confirmed(bool complained) {
     if (complained)
         owner.known.must_tell_state();
     if (std::exchange(owner.known.has_made, false))
-        is_so("confirmed", "");
-}
-
-bool PythonReader::counts_together() {
-    return has(OF_SHIM_COUNTS_TOGETHER);
+        is_so("use_anew", "");
 }
 
 std::string PythonReader::changed_attribute() {
-    const bool may_have = has(OF_SHIM_ASKS) || owner.known.had_scale || scale;
-    return may_have ? text("changed_attribute", "") : "";
+    return has(OF_SHIM_ASKS) ? text("changed_attribute", "") : "";
 }
 
 std::vector<const void *> PythonReader::parameters() {

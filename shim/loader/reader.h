@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // reader.h: an optimizer of Python, read by the interpreter's stable interface. Python is called
-// where something has changed: the loader's Ledger (_updaters/ledger.py).
+// where something has changed: the loader's Link (_link.py).
 #pragma once
 
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,10 +22,7 @@ struct Remembered {
     Objects entries, values;        // of the state, and of its entries
     bool knows_options = false;     // that are objects which can't become others
     bool knows_state = false;
-    // Backward mode: the updates since step() have used other entries, too; grad_scale or found_inf
-    // was there for them.
-    bool has_made = false;
-    bool had_scale = false;
+    bool has_made = false; // backward mode: the updates since step() have used other entries, too
     bool must_prepare = false; // the loader has said so
     int traits = 0;            // of_shim_trait
 
@@ -36,15 +32,15 @@ struct Remembered {
     }
 };
 
-// The plan's owner. C++ holds weak references only, to the optimizer and to the loader's Ledger.
+// The plan's owner. C++ holds weak references only, to the optimizer and to the loader's Link.
 class PythonOwner final : public Owner {
   public:
     // scaled: a set, empty as long as no loss in the process has been scaled; lives for ever.
-    PythonOwner(Plan &plan, of_object *optimizer, of_object *ledger, of_object *scaled);
+    PythonOwner(Plan &plan, of_object *optimizer, of_object *link, of_object *scaled);
     bool begin_backward(Plan *plan, bool only_adds) override;
     bool make_state(Plan *plan, size_t slot) override;
     bool await_reduction(Plan *plan) override;
-    void end_backward(Plan *) override {}
+    bool update(Plan *plan, size_t slot) override;
     void close() override;
 
     Ledger ledger;
@@ -53,7 +49,7 @@ class PythonOwner final : public Owner {
   private:
     friend class PythonReader;
     Plan &plan;
-    of_object *optimizer_ref, *ledger_ref; // nullptr after close()
+    of_object *optimizer_ref, *link_ref; // nullptr after close()
     of_object *const scaled;
 };
 
@@ -66,14 +62,11 @@ class PythonReader final : public OptimizerReader {
     ~PythonReader() { held.drop(); }
     PythonReader(const PythonReader &) = delete;
     PythonReader &operator=(const PythonReader &) = delete;
-    bool is_alive() const; // optimizer and loader's Ledger are there
+    bool is_alive() const; // optimizer and link are there
     void check_pass(bool only_adds);
+    void await_reduction();
+    void update(size_t slot);
     bool leaves_state(); // backward mode: whether missing state is left to step()
-    bool is_same_state() const;
-    bool remember_state(); // false: it is no dict, and never found the same
-    // Looks now, with the GIL, for what look() or has_same_params() says first.
-    void look_first() { first = see(); }
-    void look_at_params_first();
     // Raises in Python what end() has held back.
     void raise_held();
 
@@ -90,11 +83,10 @@ class PythonReader final : public OptimizerReader {
     void move_to_end(const std::vector<size_t> &slots) override;
     void drop_gradients() override;
     bool begin(Look *look, bool in_backward) override;
-    void prepare(const Look &look, bool in_backward) override;
+    void prepare(const Look &look) override;
     void end(bool done) override;
     void note_used() override;
     void confirmed(bool complained) override;
-    bool counts_together() override;
     std::string changed_attribute() override;
     std::vector<const void *> parameters() override;
     std::vector<size_t> groups_now() override;
@@ -129,7 +121,7 @@ class PythonReader final : public OptimizerReader {
         else
             of_interpreter.restore_thread(without);
     }
-    // Calls a method of the loader's Ledger, with the GIL.
+    // Calls a method of the link, with the GIL.
     template <typename... Arguments>
     of_object *ask(const char *method, const char *format, Arguments... arguments);
     template <typename... Arguments>
@@ -139,14 +131,15 @@ class PythonReader final : public OptimizerReader {
     bool has(of_shim_trait trait) const { return (owner.known.traits & trait) != 0; }
     of_object *attribute(const char *name) const; // borrowed, or nullptr
     bool has_scale() const;
+    bool is_same_state() const;
+    bool remember_state(); // false: it is no dict, and never found the same
     bool has_same_options(of_object *groups) const;
     template <typename Visit> bool each_list(const Visit &visit) const;
     bool has_params() const;
     void remember_options();
-    Look see();
 
     PythonOwner &owner;
-    const Ref optimizer_held, loader;
+    const Ref optimizer_held, link;
     of_object *const optimizer;
     const bool scale;       // grad_scale or found_inf is there
     void *thread = nullptr; // its PyThreadState, while it is without the GIL
@@ -159,7 +152,6 @@ class PythonReader final : public OptimizerReader {
         }
     };
     Raised held;
-    std::optional<Look> first;
     bool is_constant = true; // the groups of numbers() since count_groups()
 };
 

@@ -18,9 +18,13 @@ struct Owner {
     virtual bool make_state(Plan *plan, size_t slot) = 0;
     // A pass is about to end: waits for the gradients that are still being reduced between
     // processes, and says so of each slot. Only where Plan::reduces.
-    virtual bool await_reduction(Plan *plan) = 0;
+    virtual bool await_reduction(Plan *) { return true; }
+    // Rules without kernels: runs the optimizer's own step() on this slot's parameter, whose gradient
+    // is in .grad. This thread has the plan's lock meanwhile: what needs it refuses to run here for
+    // this plan.
+    virtual bool update(Plan *, size_t /* slot */) { return true; }
     // A pass has ended, and all of its updates are made.
-    virtual void end_backward(Plan *plan) = 0;
+    virtual void end_backward(Plan *) {}
     // The plan is given up, and asks no more.
     virtual void close() {}
 

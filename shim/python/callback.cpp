@@ -20,8 +20,6 @@ thread_local std::string text_of_raised;
 
 namespace {
 
-_object *callback = nullptr;
-
 // An exception may be on its way already, where an update runs because a tensor dies.
 class Gil {
   public:
@@ -108,7 +106,7 @@ bool can_make(_object *type, const std::string &text) {
 
 // as_it_is: keep the type of the exception. Else an error arrives as optfuse.Error, and an
 // interrupt by its own type.
-int take_exception(bool as_it_is) {
+void take_exception(bool as_it_is) {
     const of_python &p = of_interpreter;
     _object *type = nullptr, *value = nullptr, *trace = nullptr;
     p.fetch(&type, &value, &trace);
@@ -131,18 +129,17 @@ int take_exception(bool as_it_is) {
     for (_object *object : {type, value, trace})
         if (object != nullptr)
             p.drop(object);
-    return 0;
 }
 
 // Runs the handlers of signals that came before. False: a handler raised, and nothing was
 // begun. But an interrupt lets an update be made first: else its parameter would miss it.
-bool run_signal_handlers(of_shim_event event) {
+bool run_signal_handlers(bool updates) {
     const of_python &p = of_interpreter;
     if (p.run_signal_handlers() == 0)
         return true;
     _object *type = nullptr, *value = nullptr, *trace = nullptr;
     p.fetch(&type, &value, &trace);
-    const bool later = event == OF_SHIM_APPLY && p.matches(type, *p.interrupt) != 0;
+    const bool later = updates && p.matches(type, *p.interrupt) != 0;
     p.restore(type, value, trace);
     if (!later)
         return false;
@@ -174,33 +171,15 @@ bool is_updating_here(const Plan *plan) {
     return at != nullptr;
 }
 
-void set_callback(_object *callable) {
-    callback = callable;
-}
-
-int ask_python(Plan *plan, of_shim_event event, size_t slot) {
-    const of_python &p = of_interpreter;
+bool in_python(const std::function<void()> &work, const Plan *updates) {
     raised_in_python = nullptr;
     const Gil gil;
     const HeldInterrupts held;
-    const Updating now(event == OF_SHIM_APPLY ? plan : nullptr);
-    if (!run_signal_handlers(event))
-        return take_exception(true);
-    _object *answer = p.call(callback, "Kin", reinterpret_cast<unsigned long long>(plan),
-                             static_cast<int>(event), static_cast<ssize_t>(slot));
-    if (answer == nullptr)
-        return take_exception(event == OF_SHIM_APPLY);
-    const long number = p.number(answer);
-    p.drop(answer);
-    return static_cast<int>(number);
-}
-
-bool in_python(const std::function<void()> &work) {
-    raised_in_python = nullptr;
-    const Gil gil;
-    const HeldInterrupts held;
-    if (!run_signal_handlers(OF_SHIM_REDUCED))
-        return take_exception(true) != 0;
+    const Updating now(updates);
+    if (!run_signal_handlers(updates != nullptr)) {
+        take_exception(true);
+        return false;
+    }
     bool raised = false;
     const bool done = answers([&] {
         try {
@@ -209,7 +188,9 @@ bool in_python(const std::function<void()> &work) {
             raised = true;
         }
     });
-    return raised ? take_exception(false) != 0 : done;
+    if (raised)
+        take_exception(updates != nullptr);
+    return done && !raised;
 }
 
 Caller find_caller() {

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "shim.h"
 
 namespace optfuse {
 
@@ -16,15 +15,13 @@ struct Plan;
 // Thrown where Python has raised: what it raised is the interpreter's error of this thread.
 struct RaisedInPython {};
 
-void set_callback(_object *callable);
-// Calls Python. Returns the answer (shim.h), or 0 if the call raised: of_error_message() says
-// why, and raised_in_python is the type to raise if that is not optfuse.Error, with text_of_raised.
-int ask_python(Plan *plan, of_shim_event event, size_t slot);
+// Runs work() with the GIL, and handlers of signals before or after it. updates: the plan, if this is
+// an update of it, under its lock. False: it raised; of_error_message() says why, and raised_in_python
+// is the type to raise if that is not optfuse.Error, with text_of_raised: of what an update raises its
+// own type, if that takes a text, and always that of an interrupt.
+bool in_python(const std::function<void()> &work, const Plan *updates = nullptr);
 extern thread_local _object *raised_in_python;
 extern thread_local std::string text_of_raised;
-// Runs work() with the GIL, and handlers of signals before or after it. Returns false after
-// of_set_error(), as ask_python() does.
-bool in_python(const std::function<void()> &work);
 // Where a script is: what of PyTorch it has called, "clipping" or "unscaling" or nothing, and file
 // and line, "train.py:12: ", or nothing if no frame of Python's is there. Only for an error.
 struct Caller {

@@ -119,7 +119,7 @@ class World(test_recorded.World):
 
     def passes_ahead(self):
         """Backward passes at whose first gradient step() has run."""
-        return self.optimizer._optfuse_link.ledger.updater.passes_ahead if self.fused else None
+        return self.optimizer._optfuse_link.updater.passes_ahead if self.fused else None
 
     def end(self):
         gpu.synchronize_all()
@@ -790,4 +790,4 @@ def test_random_programs_on_three_streams(way):
         assert ours.failed_at is None, f"program {seed}: {ours.races}\n{describe(program)}"
         assert_same(f"program {seed}\n{describe(program)}", ours.values, stock.values)
     if mode == "backward":
-        assert sum(o._optfuse_link.ledger.updater.passes_ahead for o in fused) > 60
+        assert sum(o._optfuse_link.updater.passes_ahead for o in fused) > 60

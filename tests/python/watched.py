@@ -12,11 +12,11 @@ def python_updates(monkeypatch):
     )
 
     seen = []
-    run = Registered.run
+    apply = Registered.apply
 
     def counted(updater, optimizer, slot, param):
         seen.append(slot)
-        return run(updater, optimizer, slot, param)
+        return apply(updater, optimizer, slot, param)
 
-    monkeypatch.setattr(Registered, "run", counted)
+    monkeypatch.setattr(Registered, "apply", counted)
     return seen

@@ -40,7 +40,8 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
 ROOMS = (
     "optfuse._options",
     "optfuse._rules",
-    "optfuse._noted",
+    "optfuse._class_code",
+    "optfuse._late",
     "optfuse._trials.rule_choice",
     "optfuse._link",
     "optfuse._fused.classes",

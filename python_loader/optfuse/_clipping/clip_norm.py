@@ -60,7 +60,7 @@ class Gradients:
                 self.plain.append(param)
                 continue
             self.on_gpu = self.on_gpu or is_on_gpu(param.grad)
-            owner[0].ledger.marked = True
+            owner[0].marked = True
             self._links[owner[0]] = None
             self.fused.append(param)
 
@@ -88,7 +88,7 @@ def _refuse_backward(link: _link.Link, slot: int) -> None:
     if link.mode == BACKWARD and guard("clip"):
         raise Error(
             "optfuse: clipping and unscaling need all gradients at once, but "
-            f"{link.ledger.label(slot)} belongs to an optimizer in backward mode, whose updates "
+            f"{link.label(slot)} belongs to an optimizer in backward mode, whose updates "
             "don't wait for them; "
             'use optfuse.fuse(optimizer, mode="forward")'
         )

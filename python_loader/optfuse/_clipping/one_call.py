@@ -34,7 +34,7 @@ def _called(operator: Any, *args: Any) -> Any:
 def _note_marks() -> None:
     """Gradients wait to be multiplied."""
     for link in list(_link.links.values()):
-        link.ledger.marked = True
+        link.marked = True
     if addresses_are_noted():
         for link in list(_link.links.values()):
             link.flush()

@@ -27,7 +27,6 @@ from optfuse._options import DELAYED, LINK, MADE, Options, is_fused
 from optfuse._patches import raw_memory
 from optfuse._rules import AnyRule, Group, RecordedRule, RegisteredRule, Rule
 from optfuse._trials.rule_choice import other_counters, rule_of, try_with_stock, why_not_tried
-from optfuse._updaters.recorded import Recorded
 
 _AMP = "_step_supports_amp_scaling"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -49,7 +48,7 @@ class _Fused:
             check_params(groups[-1:], first=len(groups) - 1)
             check_group(link.rule, groups[-1], len(groups) - 1, strict=False)
             _try_group(link.rule, link.stock, groups[-1])
-            link.ledger.rebuild(optimizer, groups[-1]["params"])
+            link.rebuild(optimizer, groups[-1]["params"])
         except BaseException:
             optimizer.param_groups.pop()
             raise
@@ -77,7 +76,7 @@ class _Fused:
         delayed = link_of(optimizer).delayed
         if delayed is not None:
             delayed.load(late)
-        link_of(optimizer).ledger.adopt_state(optimizer)
+        link_of(optimizer).adopt_state(optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self = unwrapped(self)  # type: ignore[type-var]
@@ -139,7 +138,7 @@ def _try_group(rule: Rule, stock: type[Optimizer], group: Group) -> None:
 
 def _refuse_late_load(link: Link) -> None:
     """Stock's step() would update what is loaded."""
-    if link.ledger.updater.is_unconfirmed() and guard("late_load"):
+    if link.updater.is_unconfirmed() and guard("late_load"):
         raise Error(
             "optfuse: load_state_dict() between backward() and step(): backward fusion has "
             "already updated with the old state. Nothing was loaded; call load_state_dict() "
@@ -163,20 +162,15 @@ class _FusedRecorded(_Fused):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self
         link = link_of(optimizer)
+        updater: Any = link.updater
         with link.alone:
             make = functools.partial(link.step, optimizer)
-            return _recorded_of(link).called(optimizer, make, *args, **kwargs)
+            return updater.called(optimizer, make, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
-        _recorded_of(link_of(optimizer)).give_up(optimizer)
+        link_of(optimizer).updater.give_up(optimizer)
         methods.zero_grad(optimizer, set_to_none)
-
-
-def _recorded_of(link: Link) -> Recorded:
-    updater = link.ledger.updater
-    assert isinstance(updater, Recorded)
-    return updater
 
 
 def _methods_for(rule: Rule, mode: int) -> type:
@@ -256,8 +250,7 @@ def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> Optimiz
 def become_stock(optimizer: Optimizer) -> None:
     """Launches what is pending first."""
     link = link_of(optimizer)
-    if isinstance(link.ledger.updater, Recorded):
-        link.ledger.updater.give_up(optimizer)
+    link.updater.give_up(optimizer)
     link.close()
     del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
     optimizer.__dict__.update(link.saved)

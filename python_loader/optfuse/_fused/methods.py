@@ -83,7 +83,7 @@ step = _make_step()
 def _may_zero_here(link: Link, set_to_none: bool) -> bool:
     """Whether stock's zero_grad() would only let go of gradients, seen by nobody but those of
     whom the library knows."""
-    if get_eval_frame_callback() is not None or not set_to_none or not link.ledger.slots.are_plain:
+    if get_eval_frame_callback() is not None or not set_to_none or not link.slots.are_plain:
         return False
     return ZERO_GRAD is not None and link.stock.zero_grad is ZERO_GRAD and not is_observed()
 

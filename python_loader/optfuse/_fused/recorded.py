@@ -20,13 +20,13 @@ import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
-from optfuse import _shared_state
 from optfuse._arguments.check import parameters_of
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
 from optfuse._library.bindings import lib, lib_with_gil
 from optfuse._options import RECORDED, Options
 from optfuse._patches import raw_memory
 from optfuse._patches.profiling import addresses_are_noted
+from optfuse._updaters import shared_state
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _STEP = "step"
@@ -152,7 +152,7 @@ def record(optimizer: OptimizerT, options: Options, because: tuple[str, ...]) ->
     step = Step(optimizer, options, because)
     ours = step, step, step.state_of_owner, step.copy_of_owner
     optimizer.__dict__.update(zip(_OURS, ours, strict=True))
-    _shared_state.fused[id(optimizer)] = optimizer
+    shared_state.fused[id(optimizer)] = optimizer
     return optimizer
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Callable
 
 import torch
 
@@ -15,9 +14,7 @@ from optfuse._library.log import configure, receive
 
 FORWARD, BACKWARD = 0, 1
 OK, LEFT = 0, -1
-EVENT_REDUCED, EVENT_APPLY = range(2)
 ALL_MODELS = -1  # of of_shim_await()
-DONE = 1  # what the callback returns
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -25,10 +22,9 @@ class Trait(enum.IntFlag):
     """of_shim_trait of shim.h."""
 
     ASKS = 1
-    COUNTS_TOGETHER = 2
-    READS_SCALE = 4
-    COUNTS_PASSES = 8
-    IS_SHARDED = 16
+    READS_SCALE = 2
+    COUNTS_PASSES = 4
+    IS_SHARDED = 8
 
 
 class Error(RuntimeError):
@@ -78,7 +74,7 @@ _PROTOTYPES: _Prototypes = {
     "of_error_message": (_Text, []),
     "of_any_pending": (_Bool, []),
     "of_flush_all": (_Int, []),
-    "of_shim_init": (_Int, [ctypes.c_void_p, _Object]),
+    "of_shim_init": (_Int, [ctypes.c_void_p]),
     "of_shim_log_to": (None, [_Object]),
     "of_shim_rules": (_Text, []),
     "of_shim_operators": (_Text, []),
@@ -122,8 +118,7 @@ _WITH_GIL: _Prototypes = {
     "of_shim_ledger_step": (_Int, [_Plan, _Object, _Bool]),
     "of_shim_ledger_zero_grad": (_Int, [_Plan, _Object, _Bool]),
     "of_shim_ledger_tell_options": (_Int, [_Plan, _Object]),
-    "of_shim_ledger_same_state": (_Bool, [_Plan, _Object, _Bool]),
-    "of_shim_ledger_know_state": (None, [_Plan, _Object, _Bool]),
+    "of_shim_ledger_forget_state": (None, [_Plan]),
     "of_shim_ledger_note_entry": (None, [_Plan, _Size, _Bool]),
     "of_shim_recorded_step": (_Object, [_Plan, _Object, _Object, _Object]),
     "of_shim_step_ahead": (_Object, [_Plan, *(5 * [_Object])]),
@@ -175,15 +170,10 @@ def guard(name: str) -> bool:
     return not _SWITCHABLE or lib.of_guard_enabled(name.encode())
 
 
-_on_event: Callable[[int, int, int], int] | None = None  # so that it lives
-
-
-def start(on_event: Callable[[int, int, int], int]) -> None:
+def start() -> None:
     """Once per process: registers the first-use fallback with PyTorch, and
     checks that errors raised in the library arrive as optfuse.Error."""
-    global _on_event
-    _on_event = on_event
-    if lib.of_shim_init(id(Error), on_event) != OK:
+    if lib.of_shim_init(id(Error)) != OK:
         raise ImportError(f"optfuse: {message()}")
     configure()
     lib.of_shim_log_to(receive)

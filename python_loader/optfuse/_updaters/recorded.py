@@ -17,21 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
-from optfuse._late import tensors_in
+from optfuse._late import Settings, own_attributes, tensors_in
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._library.default_device import DefaultDevice
-from optfuse._noted import Noted, own_attributes, shared_state
 from optfuse._patches.profiling import addresses_are_noted, has_hooks
-from optfuse._shared_state import shares_with_others
+from optfuse._updaters.shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import CHANGED_GROUPS, OfPlan, Updater
 
 _FORWARD = 'use optfuse.fuse(optimizer, mode="forward")'
-_LATE = (
-    "optfuse: {} was changed between backward() and step(), but backward fusion has called the "
-    "class's own step() at the first gradient, with the old value; change it before backward() or "
-    f"after step(), or {_FORWARD}. The update stands, and the next step() confirms it"
-)
 _UNEXPECTED = (
     "optfuse: backward fusion has called the class's own step() at the first gradient of a "
     "backward pass, as if the same parameters got one as in the step before; but {} {}. Its update "
@@ -64,10 +58,6 @@ _ALONE, _IN_A_LIST = _count_references()
 class Recorded(Updater):
     """By the class's own step(), once for all parameters."""
 
-    may_share_state = True  # lines that have to do with two parameters are left to step()
-    counts_together = True
-    tells_state = False  # the library finds in step() what updates use
-
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
         self._run: Run | None = None  # begun, and not confirmed by step()
@@ -94,16 +84,13 @@ class Recorded(Updater):
     def explained(self, label: Callable[[int], str]) -> str:
         return f"own step(), whose operators are recorded: {self.described()}"
 
-    def tried_on_cpu(self) -> int:
-        return 0
-
-    def is_tried(self) -> bool:
-        return False
-
     def is_unconfirmed(self) -> bool:
         return self._run is not None or super().is_unconfirmed()
 
-    def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+    def is_ahead(self, slot: int) -> bool:
+        return super().is_unconfirmed()  # of any: their counters advance together
+
+    def clear(self, optimizer: Optimizer) -> None:
         if super().is_unconfirmed():
             raise Error(CHANGED_GROUPS)
         self.give_up(optimizer)
@@ -111,8 +98,15 @@ class Recorded(Updater):
     def layout(self, groups: Groups) -> None:
         torch.ops.optfuse.leave_to_step(self._plan, "has new parameters")
 
-    def noted(self) -> Noted | None:
-        return None if self._run is None else self._run.noted
+    def used(self) -> Settings | None:
+        return None if self._run is None else self._run.used
+
+    def changed_attribute(self, optimizer: Optimizer, slots: Slots) -> str:
+        found = super().changed_attribute(optimizer, slots)
+        written = not found and set(torch.ops.optfuse.written_numbers(self._plan))
+        if not written:
+            return found
+        return f"the state{_owner_of(optimizer, slots, written)} was written in place"
 
     # ---- a step
 
@@ -127,15 +121,13 @@ class Recorded(Updater):
         finally:
             self._call = self._result = None
 
-    def begin(
-        self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool
-    ) -> bool:
+    def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         if in_backward:
             return self._begin_ahead(optimizer, slots)
         if self._run is None:
             return False
         if not self._complained:
-            self._check(optimizer, slots, self._run, same_state)
+            self._check(optimizer, slots, self._run)
         self._result = self._run.result
         return True
 
@@ -162,10 +154,8 @@ class Recorded(Updater):
             self._end()
 
     def give_up(self, optimizer: Optimizer) -> None:
-        """A step() that has run ahead is not wanted; once an update is made, it stays."""
-        if self._run is None or lib.of_shim_unconfirmed(self._plan):
-            return
-        self._end()
+        if self._run is not None and not lib.of_shim_unconfirmed(self._plan):
+            self._end()
 
     def _end(self) -> None:
         self._run, self._complained = None, False
@@ -201,7 +191,7 @@ class Recorded(Updater):
         run.hide(optimizer, self._stock, self._plan)
         return True
 
-    def _check(self, optimizer: Optimizer, slots: Slots, run: Run, same_state: bool) -> None:
+    def _check(self, optimizer: Optimizer, slots: Slots, run: Run) -> None:
         """Raises optfuse.Error if stock's step() would have done something else now."""
         assert self._call is not None
         args, kwargs = self._call
@@ -209,15 +199,7 @@ class Recorded(Updater):
             raise Error(_CALLED.format("arguments"))
         if has_hooks(optimizer):
             raise Error(_CALLED.format("hooks that were registered since then"))
-        changed = None
-        if not super().is_unconfirmed():  # else the library has asked already
-            changed = run.changed(optimizer) if same_state else "the state"
-        written = changed is None and torch.ops.optfuse.written_numbers(self._plan)
-        if written:
-            changed = "the state" + _owner_of(optimizer, slots, set(written))
         self._complained = True
-        if changed is not None and guard("ahead_late"):
-            raise Error(_LATE.format(changed))
         unexpected = torch.ops.optfuse.unexpected(self._plan)
         for slot in unexpected:
             run.leave_out(slots.params[slot])
@@ -235,8 +217,8 @@ class Run:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._before = _Snapshot(optimizer)
-        own = own_attributes(optimizer.__dict__) | shared_state(optimizer)
-        self._there = list(tensors_in([own, optimizer.param_groups]))  # others step() makes
+        settings = own_attributes(optimizer), optimizer.param_groups
+        self._there = list(tensors_in(settings))  # others step() makes
         self.dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
 
     def hide(self, optimizer: Optimizer, stock: type[Optimizer], plan: int) -> None:
@@ -245,20 +227,10 @@ class Run:
         self._before.restore(optimizer, self._after)
         written = [*parameters_of(optimizer), *torch.ops.optfuse.tensors_ahead(plan)]
         only_read = set(map(id, self._there)).difference(map(id, written))
-        self.noted = Noted(optimizer, stock, lambda tensor: id(tensor) not in only_read)
+        self.used = Settings(optimizer, stock, lambda tensor: id(tensor) not in only_read)
 
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)
-
-    def changed(self, optimizer: Optimizer) -> str | None:
-        """The first setting that is not as step() has found it."""
-        name = self.noted.changed_attribute(optimizer)
-        if name is not None:
-            return f"the attribute {name!r}"
-        for i, group in enumerate(optimizer.param_groups):
-            if (name := self.noted.changed_option(i, group)) is not None:
-                return f"the option {name!r} of group {i}"
-        return None
 
     def put_back(self, optimizer: Optimizer) -> None:
         """step() has failed."""
@@ -304,7 +276,7 @@ class _Snapshot:
             then = [options for _, options in now._options]
         for (group, options), before in zip(self._options, then, strict=False):
             _restore(group, options, before)
-        if now is None or not _are_same(self._state, now._state):
+        if now is None or not are_same(self._state, now._state):
             self._restore_state(own["state"], now)
 
     def _restore_state(self, state: dict[Any, Any], now: _Snapshot | None) -> None:
@@ -363,7 +335,7 @@ def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
     return ""
 
 
-def _are_same(known: list[Any], found: list[Any]) -> bool:
+def are_same(known: list[Any], found: list[Any]) -> bool:
     return len(known) == len(found) and all(map(is_, known, found))
 
 

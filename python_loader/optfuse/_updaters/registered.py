@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from operator import is_
 from typing import Any
 
 import torch
@@ -15,19 +14,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._backward import consumed_gradients
-from optfuse._bits import difference
+from optfuse._class_code import step_of, without_hooks
 from optfuse._gpu import is_gpu
-from optfuse._late import tensors_in
+from optfuse._late import Settings, no_parameters, tensors_in
 from optfuse._library import releases
 from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._library.default_device import DefaultDevice
-from optfuse._noted import Noted, Settings, noted, step_of, without_hooks
 from optfuse._rules import RegisteredRule
-from optfuse._shared_state import shares_with_others
 from optfuse._updaters.native import NATIVE
-from optfuse._updaters.recorded import as_stock
+from optfuse._updaters.recorded import are_same, as_stock
+from optfuse._updaters.shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
-from optfuse._updaters.updater import Entry, OfPlan, Updater
+from optfuse._updaters.updater import Entry, OfPlan, Updater, has_scale
 
 _CHANGED = (
     "optfuse: it changed {}, and a class that is registered may change nothing but its parameter "
@@ -59,21 +57,17 @@ def _free_late() -> None:
 class Registered(Updater):
     """By the class's own step(), on one parameter."""
 
-    tells_state = False
-    may_share_state = True
-
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
         assert isinstance(of_plan.rule, RegisteredRule)
         self._name = of_plan.rule.native
         self._native = NATIVE.get(self._name)
-        self.updates_by = "torch's operators" if self._native else "own step()"
         self._step = step_of(self._stock)
         self._default_device = DefaultDevice()
-        self._noted: Noted | None = None
+        self._used: Settings | None = None
         self._entries: list[Entry | None] = []  # by slot, and what is in them
         self._values: list[list[Any]] = []
-        self._shared: list[Any] = []  # keys of the state that are no parameters
+        self._keys: list[Any] = []  # of the state, that are no parameters
         self._begun_by: int | None = None  # the thread that has noted all this since step()
         self._dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
         self._updates = 0
@@ -92,26 +86,24 @@ class Registered(Updater):
             "without register(), or in forward mode"
         )
 
-    def tried_on_cpu(self) -> int:
-        return 0
+    def isa(self, dtype: int, on_cpu: bool) -> str:
+        return "torch's operators" if self._native else "own step()"
 
     def layout(self, groups: Groups) -> None:
         native = self._name if self._native and _holds(self._name, groups) else ""
         torch.ops.optfuse.run_own_step(self._plan, native)
         self._begun_by = None
 
-    def noted(self) -> Noted | None:
-        return self._noted
+    def used(self) -> Settings | None:
+        return self._used
 
-    def begin(
-        self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool
-    ) -> bool:
+    def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         if in_backward:
             return self._begin_pass(optimizer, slots)
         self._default_device = DefaultDevice()
         with consumed_gradients.aside(slots.params):
             late = [slot for slot, param in enumerate(slots.params) if param.grad is not None]
-            if late:
+            if late or (self._native and has_scale(optimizer)):  # Adafactor asserts that none is
                 self._step_late(optimizer, slots, late)
         return True
 
@@ -133,6 +125,8 @@ class Registered(Updater):
     def _begin_pass(self, optimizer: Optimizer, slots: Slots) -> bool:
         if slots.sharded is not None or shares_with_others(optimizer):
             return False
+        if self._native and has_scale(optimizer):
+            return False
         groups = optimizer.param_groups
         if any(is_gpu(param.device) for param in slots.params) or any(map(_reads_dtype, groups)):
             return False
@@ -145,18 +139,17 @@ class Registered(Updater):
         lib_with_gil.of_shim_hide_gradients(self._plan, slots.params)
         self._entries, self._values = [None] * len(slots), [[]] * len(slots)
         state = optimizer.__dict__["state"]
-        self._shared = [key for key in state if not isinstance(key, Tensor)]
+        self._keys = no_parameters(state)
         for slot, param in enumerate(slots.params):
             self._know(slot, state.get(param))
         if not self.is_unconfirmed():
             torch.ops.optfuse.note_versions(self._plan, list(range(len(slots))))
-            self._noted = Noted(optimizer, self._stock)
+            self._used = Settings(optimizer, self._stock)
         return True
 
     def _know(self, slot: int, entry: Entry | None) -> None:
-        values = list(entry.values()) if isinstance(entry, dict) else [entry]
-        known = self._values[slot]
-        if len(values) != len(known) or not all(map(is_, values, known)):
+        values = _values_of(entry)
+        if not are_same(values, self._values[slot]):
             native = self._native
             tensors = native.tensors(entry) if native else list(tensors_in(values))
             torch.ops.optfuse.know_state(self._plan, slot, tensors)
@@ -164,20 +157,12 @@ class Registered(Updater):
 
     def _is_known(self, slot: int, entry: Entry | None) -> bool:
         """Whether the entry has what it had when the pass began."""
-        values = list(entry.values()) if isinstance(entry, dict) else [entry]
-        known = self._values[slot]
-        return (
-            entry is self._entries[slot]
-            and len(values) == len(known)
-            and all(map(is_, values, known))
-        )
+        return entry is self._entries[slot] and are_same(_values_of(entry), self._values[slot])
 
-    def run(self, optimizer: Optimizer, slot: int, param: Tensor) -> Entry | None:
-        """The update. Returns the entry of the state."""
+    def apply(self, optimizer: Optimizer, slot: int, param: Tensor) -> Entry:
         state = optimizer.__dict__["state"]
-        before, gradient = Settings(optimizer), param.grad
+        before, gradient = Settings(optimizer, keys=self._keys), param.grad
         n_others = len(state) - (param in state)
-        shared = noted({key: state[key] for key in self._shared})
         is_known = self._is_known(slot, state.get(param))
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
@@ -193,9 +178,6 @@ class Registered(Updater):
             param.grad = gradient
             self._dropped.append(param)
         changed = before.changed(optimizer)
-        now = noted({key: state.get(key) for key in self._shared})
-        if changed is None and difference("", shared, now) is not None:
-            changed = "the state of no parameter"
         if changed is None and len(state) - (param in state) != n_others:
             changed = "the state of another parameter"
         if changed is None and not is_known:
@@ -205,7 +187,11 @@ class Registered(Updater):
         entry: Entry | None = state.get(param)
         self._know(slot, entry)
         self._updates += 1
-        return entry
+        return entry or {}
+
+
+def _values_of(entry: Entry | None) -> list[Any]:
+    return list(entry.values()) if isinstance(entry, dict) else [entry]
 
 
 def _holds(native: str, groups: Groups) -> bool:

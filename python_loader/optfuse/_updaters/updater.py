@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._class_code import step_of
+from optfuse._late import Settings
 from optfuse._library.bindings import BACKWARD, lib
-from optfuse._noted import Noted, step_of
 from optfuse._options import Options
 from optfuse._rules import Rule
-from optfuse._trials.stock_trial import unknown_dtypes
 from optfuse._updaters.slots import Groups, Slots
 
 Entry = dict[str, Any]
@@ -22,6 +22,11 @@ CHANGED_GROUPS = (
     "updated parameters of this optimizer, whose counters step() advances; change param_groups "
     "before backward() or after step()"
 )
+
+
+def has_scale(optimizer: Optimizer) -> bool:
+    """Whether a loss scale or an overflow flag was set, as GradScaler does on GPUs, or by hand."""
+    return any(optimizer.__dict__.get(name) is not None for name in ("grad_scale", "found_inf"))
 
 
 class OfPlan(NamedTuple):
@@ -38,12 +43,6 @@ class Updater:
     two calls, so that it keeps none of them alive."""
 
     gpu_bits_differ: tuple[str, ...] = ()  # kinds of parameters, found since fuse()
-    counts_together = False  # step() advances the counters of all parameters at once
-    is_untried = False  # prepare() has to try updates of state that it was told of
-    asks = True  # begin() and end() have something to do
-    tells_state = True  # by tell_entry()
-    updates_by = ""  # what is no kernel
-    may_share_state = False  # two parameters may have a tensor of their state in common
 
     def __init__(self, of_plan: OfPlan) -> None:
         self._stock = of_plan.stock
@@ -59,43 +58,47 @@ class Updater:
         """Describes an update for people. label: names a slot's parameter."""
         raise NotImplementedError
 
+    def isa(self, dtype: int, on_cpu: bool) -> str:
+        """The instruction set, or whatever else runs updates of a dtype, by its place in the
+        library's order."""
+        return lib.of_shim_isa(self._plan, dtype).decode() if on_cpu else "cuda"
+
     # ---- parameters
 
     def tried_on_cpu(self) -> int:
         """A bit for each dtype whose updates must pass a trial on the CPU, in the library's
         order."""
-        return unknown_dtypes(self._rule)
+        return 0
 
     def is_tried(self) -> bool:
         """Whether updates must pass a trial for some dtype or device."""
-        return self._rule.tried or bool(self.tried_on_cpu())
+        return False
 
-    def clear(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        """The library is about to be told of all parameters anew. params: those that there were.
-        Raises optfuse.Error if that can't be now."""
+    def clear(self, optimizer: Optimizer) -> None:
+        """The library is about to be told of all parameters anew. Raises optfuse.Error if that
+        can't be now."""
 
     def layout(self, groups: Groups) -> None:
         """The library was told of all parameters anew."""
-
-    def take_over(self, optimizer: Optimizer) -> None:
-        """Updates from before the library was told anew are still to be confirmed."""
 
     def is_unconfirmed(self) -> bool:
         """Whether backward fusion has made updates that no step() has confirmed."""
         return self._in_backward and lib.of_shim_unconfirmed(self._plan)
 
+    def is_ahead(self, slot: int) -> bool:
+        """Whether that is so of one parameter."""
+        return lib.of_shim_is_updated(self._plan, slot)  # type: ignore[no-any-return]
+
     # ---- options and state
 
-    def tell_entry(
-        self, slots: Slots, slot: int, entry: Entry | None, fresh: bool, flushed: bool
-    ) -> bool:
-        """Tells the library of the state of one slot. flushed: nothing is pending; returns whether
-        that is so now."""
-        raise NotImplementedError
+    def tell_state(self, optimizer: Optimizer, slots: Slots) -> list[int]:
+        """Tells the library of the state, if it does not find that in step(). The slots whose state
+        others hold, too."""
+        return []
 
     def make_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
-        """Makes the state of a parameter, as stock does at its first gradient, if the update does
-        not make it itself."""
+        """Makes and tells the state of a parameter, as stock does at its first gradient, if the
+        update does not make it itself."""
 
     def state_keys(self) -> tuple[str, ...] | None:
         """The keys of a state entry that an update uses; None: all."""
@@ -104,27 +107,33 @@ class Updater:
     def changed_option(self, then: int, group: dict[str, Any], number: int) -> str | None:
         """The first option in which a group differs from what updates of group `then` used.
         number: of the one in which the library found a difference, in its order; -1: none."""
-        noted = self.noted()
-        return None if noted is None else noted.changed_option(then, group)
+        used = self.used()
+        return None if used is None else used.changed_option(then, group)
 
-    def changed_attribute(self, optimizer: Optimizer) -> str | None:
-        """The first attribute of the optimizer that differs from what updates used."""
-        noted = self.noted()
-        return None if noted is None else noted.changed_attribute(optimizer)
+    def changed_attribute(self, optimizer: Optimizer, slots: Slots) -> str:
+        """A sentence on the first attribute of the optimizer that differs from what updates used;
+        empty: none."""
+        used = self.used()
+        name = None if used is None else used.changed_attribute(optimizer)
+        if name is None:
+            return ""
+        return f"the optimizer's attribute {name!r}, which its step() may read, was changed"
 
-    def noted(self) -> Noted | None:
+    def used(self) -> Settings | None:
         """Options and attributes as updates of backward mode used them, if these run the class's
         own code."""
         return None
 
     # ---- a step
 
-    def begin(
-        self, optimizer: Optimizer, slots: Slots, in_backward: bool, same_state: bool
-    ) -> bool:
+    def asks(self) -> bool:
+        """Whether begin() and end() have something to do in each step."""
+        return type(self).end is not Updater.end
+
+    def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         """Comes before the library is told of options and state for this step, or at the first
-        complete gradient of a backward pass. same_state: the library knows it. False: no updates
-        can be made, and the class's own step() must take this step."""
+        complete gradient of a backward pass. False: no updates can be made, and the class's own
+        step() must take this step."""
         return True
 
     def take_step(self, optimizer: Optimizer) -> None:
@@ -135,5 +144,12 @@ class Updater:
         """Comes after it. Whether the next step needs it, too, whatever the options are."""
         return False
 
+    def apply(self, optimizer: Optimizer, slot: int, param: Tensor) -> Entry:
+        """An update that runs Python. Returns the entry of the state."""
+        raise NotImplementedError
+
     def end(self, optimizer: Optimizer, slots: Slots, done: bool) -> None:
         """The updates of this step are certain; not done: it failed."""
+
+    def give_up(self, optimizer: Optimizer) -> None:
+        """Updates that are prepared are not wanted. Those that are made stay."""

@@ -306,7 +306,7 @@ def _delays(state: Mapping[str, Any]) -> dict[int, int]:
 def _label(link: Link, param: Tensor) -> str:
     slot = link.slot_of(param)
     assert slot is not None
-    return link.ledger.label(slot)
+    return link.label(slot)
 
 
 @checked(optimizer=FUSED)

@@ -82,7 +82,7 @@ def recorded(wrap, cls):
         optimizer.zero_grad()
         loss_of(wrapped, i).backward()
         if in_backward:
-            ahead += optimizer._optfuse_link.ledger.updater.is_unconfirmed()
+            ahead += optimizer._optfuse_link.updater.is_unconfirmed()
         optimizer.step()
     assert not (in_backward and cls in AHEAD) or ahead
     yield from everything(wrapped.module, optimizer)

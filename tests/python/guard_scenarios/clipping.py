@@ -61,15 +61,6 @@ def a_gradient_with_an_infinity_skips_the_step():
     pair.assert_same()
 
 
-@guards("by_hand")
-def a_gradient_with_holes_is_not_divided_in_the_order_of_memory():
-    p = nn.Parameter(torch.ones(4))
-    optimizer = optfuse.fuse(torch.optim.SGD([p], lr=1.0, fused=True))
-    optimizer.grad_scale = torch.tensor(2.0)
-    p.grad = torch.arange(8.0)[::2]
-    must_raise(optimizer.step, "a scale set by hand beside a gradient with holes")
-
-
 @guards("norm")
 def a_norm_that_is_added_up_otherwise_is_torchs():
     """On a CPU without AVX2 PyTorch's operator has other roundings."""

@@ -2,12 +2,11 @@
 """Optimizers whose step() is recorded."""
 
 import contextlib
-import random
 import threading
 
 import torch
 from recorded_classes import KINDS, Base
-from test_backward import Script, check, plain, slower
+from test_backward import check
 from test_recorded import World, compare, only_steps
 
 import optfuse
@@ -123,26 +122,6 @@ def another_thread_does_not_write_what_a_line_will_read():
 def combined_parameters_are_left_to_step():
     _, error = check(KINDS["Coupled"], 5 * ["plain"], seed=3)
     assert error is None, error
-
-
-@guards("ahead_late")
-def a_rate_that_changes_behind_backward_is_refused():
-    """Where backward() has made no update: others know the memory of the parameters."""
-
-    def train(fused):
-        script = Script(KINDS["Elementwise"], fused, seed=3)
-        for i in range(3):
-            script.step("plain", i, random.Random(0))
-        script.held = [p.detach() for p in script.params]
-        plain(script, [], 3)
-        slower(script)
-        with contextlib.suppress(optfuse.Error):
-            script.optimizer.step()
-            return script.params
-        return None
-
-    ours, stock = train(True), train(False)
-    assert ours is None or all(map(torch.equal, ours, stock)), "another rate"
 
 
 class Shares(Base):

@@ -270,15 +270,6 @@ def test_a_group_of_two_dtypes_is_left_to_step(python_updates):
     assert not python_updates
 
 
-def test_a_scale_that_is_set_by_hand_is_refused():
-    p, optimizer = one(Adafactor)
-    optimizer = backward(optimizer)
-    step(p, optimizer)
-    optimizer.grad_scale = torch.tensor(2.0)
-    with pytest.raises(optfuse.Error, match="takes no grad_scale"):
-        step(p, optimizer)
-
-
 def test_summary_says_what_updates():
     _, optimizer = one(Adafactor)
     fused = backward(optimizer)

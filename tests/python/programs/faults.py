@@ -42,7 +42,6 @@ OFTEN = {
     "unread": ("clipped_by_optfuse", "clip_by_optfuse"),
     "clip": ("set_gradient", "clip_by_optfuse"),
     "nonfinite": ("scaled",),
-    "by_hand": ("step_with_scale", "set_all_gradients"),
     "native": (),
 }
 

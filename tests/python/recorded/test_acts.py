@@ -15,7 +15,7 @@ from collections import deque
 import pytest
 import torch
 from common import assert_same, snapshot
-from style_classes import Base
+from style_classes import Base, TensorCounter
 from torch import nn
 
 import optfuse
@@ -243,3 +243,30 @@ def test_a_number_beside_tensors_that_updates_write_may_not_change_late():
             with pytest.raises(optfuse.Error, match="attribute 'held'.*changed between"):
                 optimizer.step()
         optimizer.step()
+
+
+@pytest.mark.parametrize("change", ("rate", "counter", "entry"))
+def test_a_late_change_is_refused_where_backward_made_no_update(change):
+    """Others know the memory of the parameter: the update is left to step(), which has run."""
+    p = nn.Parameter(torch.ones(4))
+    optimizer = optfuse.fuse(TensorCounter([p]), "backward")
+    for _ in range(3):
+        optimizer.zero_grad()
+        p.sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    alias = p.detach()
+    before = alias.clone()
+    p.sum().backward()
+    assert torch.equal(alias, before), "backward() made the update"
+    entry = optimizer.state[p]
+    if change == "rate":
+        optimizer.param_groups[0]["lr"] *= 0.5
+    elif change == "counter":
+        next(x for x in entry.values() if isinstance(x, torch.Tensor) and not x.dim()).add_(1)
+    else:
+        optimizer.state[p] = {key: value * 1 for key, value in entry.items()}
+    with pytest.raises(optfuse.Error, match="parameter 0 of group 0.*between backward.*stands"):
+        optimizer.step()
+    optimizer.step()
+    assert not torch.equal(alias, before)

@@ -62,7 +62,7 @@ class Script:
             for _ in range(self.accumulate):
                 backward(self, some, i)
         if self.fused:
-            self.ahead += self.optimizer._optfuse_link.ledger.updater.is_unconfirmed()
+            self.ahead += self.optimizer._optfuse_link.updater.is_unconfirmed()
         if between(self, some, i) is not SKIPPED:
             self.note(self.optimizer.step())
         if after is None:
