@@ -362,14 +362,13 @@ def test_two_models_train_in_two_threads(wrap):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
-def test_a_flag_without_fused_is_refused(kind, mode):
-    """PyTorch raises an AssertionError."""
+def test_a_flag_without_fused_raises_as_in_stock(kind, mode):
     model = net()
     optimizer = optfuse.fuse(kind(model.parameters(), lr=1e-2), mode=mode)
     train(model, optimizer, 0)
     before = snapshot(list(model.state_dict().values()))
     optimizer.found_inf = torch.tensor(0.0, device=NAME)
-    with pytest.raises(optfuse.Error, match="on a GPU with fused=True only"):
+    with pytest.raises(AssertionError, match="grad_scale and found_inf to be None"):
         train(model, optimizer, 1)
     assert_same("weights", list(model.state_dict().values()), before)
 
