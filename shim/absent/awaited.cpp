@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// await.cpp: a table of what is on its way, by the memory of the gradient. It is no part of a
+// awaited.cpp: a table of what is on its way, by the memory of the gradient. It is no part of a
 // plan: gradients of several optimizers come in one bucket, and a gradient is looked at without
 // any optimizer.
 #include "absent/awaited.h"
@@ -13,11 +13,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include "absent/kinds.h"
 #include "base/compat.h"
-#include "fence.h"
-#include "python/gil.h"
-#include "memory/memory.h"
 #include "base/parallel.h"
+#include "fence.h"
+#include "memory/memory.h"
+#include "python/gil.h"
 
 namespace optfuse {
 
@@ -184,7 +185,7 @@ bool can_wait(const at::Tensor &param, const at::Tensor &buffer) {
            !grad.is_conj() && grad.device().is_cpu() &&
            grad.scalar_type() == buffer.scalar_type() && grad.sizes() == param.sizes() &&
            grad.strides() == param.strides() && grad.is_non_overlapping_and_dense() &&
-           grad.numel() != 0 && is_private(storage_of(g), 0) && keep_promise(storage_of(g));
+           grad.numel() != 0 && is_private(storage_of(g), 0) && make_memory(storage_of(g));
 }
 
 Shared arrival_of(const Bucket &bucket, c10::StorageImpl *memory) {
@@ -242,6 +243,8 @@ std::vector<Shared> all_of(int64_t group) {
 } // namespace
 
 const of_await_host await_host = {sizeof(of_await_host), has_arrived, await};
+const Absent absent::awaited = {
+    nullptr, nullptr, [](c10::StorageImpl *storage) { return await_arrival(storage); }};
 
 std::vector<int64_t> expect(const Bucket &bucket) {
     updates_take_the_gil(); // to complete a reduction may need it

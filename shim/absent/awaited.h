@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// await.h: gradients whose values are still on their way. DistributedDataParallel reduces them
+// awaited.h: gradients whose values are still on their way. DistributedDataParallel reduces them
 // between processes, in buckets. Whoever looks at such a gradient comes here first, by the mark on
 // its tensor; an update that was created meanwhile waits just before it is launched
 // (of_inputs.awaits).

@@ -21,12 +21,14 @@
 #include <vector>
 
 #include "absent/consumed.h"
+#include "absent/kinds.h"
 #include "base/compat.h"
 #include "base/error.h"
-#include "guard.h"
-#include "python/callback.h"
-#include "memory/memory.h"
+#include "base/pinned.h"
 #include "base/plain_mode.h"
+#include "guard.h"
+#include "memory/memory.h"
+#include "python/callback.h"
 
 namespace optfuse {
 namespace {
@@ -119,13 +121,11 @@ bool overwrites(const char *op) {
 }
 
 bool reads_no_numbers(const char *op) {
-    return is_one_of(op,
-                     {"aten::detach_", "aten::requires_grad_", "aten::zeros_like",
-                      "aten::ones_like", "aten::empty_like", "aten::full_like", "aten::rand_like",
-                      "aten::randn_like", "aten::new_zeros", "aten::new_ones", "aten::new_empty",
-                      "aten::new_full", "aten::new_empty_strided", "optfuse::launch",
-                      "optfuse::consume_wrapper", "optfuse::consume_again", "optfuse::are_consumed",
-                      "optfuse::complete", "optfuse::lend"}); // know which are
+    return makes_another(op) ||
+           is_one_of(op, {"aten::detach_", "aten::requires_grad_", "optfuse::launch",
+                          "optfuse::consume_wrapper", "optfuse::consume_again",
+                          "optfuse::are_consumed", "optfuse::complete",
+                          "optfuse::lend"}); // know which are
 }
 
 // An alias, which is consumed, too. (A DTensor makes another one.)
@@ -200,11 +200,8 @@ void exchange(const c10::TensorImpl *consumed, const c10::TensorImpl *tensor) {
 
 // Consumed gradients that an operator overwrites: they have memory from here on. Without keep()
 // they are consumed again, as where the operator has failed.
-class Overwriting {
+class Overwriting : Pinned {
   public:
-    Overwriting() = default;
-    Overwriting(const Overwriting &) = delete;
-    Overwriting &operator=(const Overwriting &) = delete;
     ~Overwriting() {
         for (const auto &[gradient, before] : made)
             if (before.defined())
@@ -286,16 +283,18 @@ bool has_aliases(const c10::TensorImpl *impl) {
     return c10::raw::intrusive_ptr::use_count(storage) > 1 + idle_references(*storage);
 }
 
-void convert_consumed(torch::jit::Stack *stack) {
+namespace {
+
+// aten::_to_copy: its copy on another device or in another dtype is consumed, too.
+void convert(const OperatorCall &call) {
     enum { SELF, DTYPE, LAYOUT, DEVICE, PIN_MEMORY, NON_BLOCKING, MEMORY_FORMAT, N };
-    const auto argument = [stack](size_t i) -> const c10::IValue & {
-        return torch::jit::peek(*stack, i, N);
-    };
-    const at::Tensor self = argument(SELF).toTensor();
-    const auto dtype = argument(DTYPE).toOptional<at::ScalarType>().value_or(self.scalar_type());
-    const auto device = argument(DEVICE).toOptional<c10::Device>().value_or(self.device());
-    const auto format =
-        argument(MEMORY_FORMAT).toOptional<at::MemoryFormat>().value_or(at::MemoryFormat::Preserve);
+    const at::Tensor self = call.argument(SELF).toTensor();
+    const auto dtype =
+        call.argument(DTYPE).toOptional<at::ScalarType>().value_or(self.scalar_type());
+    const auto device = call.argument(DEVICE).toOptional<c10::Device>().value_or(self.device());
+    const auto format = call.argument(MEMORY_FORMAT)
+                            .toOptional<at::MemoryFormat>()
+                            .value_or(at::MemoryFormat::Preserve);
     const Consumed *before = consumed_of(self.unsafeGetTensorImpl());
     at::Tensor consumed = without_shape(with_index(device), dtype, before->steps);
     c10::TensorImpl *impl = consumed.unsafeGetTensorImpl();
@@ -308,22 +307,24 @@ void convert_consumed(torch::jit::Stack *stack) {
     if (format != at::MemoryFormat::Preserve)
         impl->empty_tensor_restride(format);
     mark(impl);
-    torch::jit::drop(*stack, N);
-    stack->push_back(std::move(consumed));
+    torch::jit::drop(*call.stack, N);
+    call.stack->push_back(std::move(consumed));
 }
 
-void overwrite_consumed(const c10::OperatorHandle &op, c10::DispatchKeySet keys,
-                        torch::jit::Stack *stack) {
-    const c10::IValue target = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+// zero_() and the like: what they write to has memory again, and so have its aliases.
+void overwrite(const OperatorCall &call) {
+    const c10::IValue target = call.argument(0);
     Overwriting overwriting;
     if (target.isTensor())
         overwriting.begin(target.toTensor());
     else
         for (const c10::IValue &element : target.toListRef())
             overwriting.begin(element.toTensor());
-    op.redispatchBoxed(keys, stack);
+    call.go_on();
     overwriting.keep();
 }
+
+} // namespace
 
 void seal_consumed(bool sealed) {
     AllConsumed &all = all_consumed();
@@ -344,10 +345,7 @@ bool consumed_are_sealed() {
 }
 
 bool is_consumed(const c10::TensorImpl *impl) {
-    if (!impl->has_storage())
-        return false;
-    const c10::DeleterFnPtr deleter = memory_of(impl).get_deleter();
-    return deleter == free_consumed || deleter == free_wrapped;
+    return impl->has_storage() && (consumed_of(impl) != nullptr || wrapped_of(impl) != nullptr);
 }
 
 void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local) {
@@ -381,7 +379,7 @@ bool is_second_pass(const char *op) {
 
 std::string way_out_of_second_pass(bool is_unconfirmed) {
     if (!is_unconfirmed)
-        return std::string("Call zero_grad() between step() and the next backward(). Gradients "
+        return std::string("OperatorCall zero_grad() between step() and the next backward(). Gradients "
                            "that add up over several steps need ") +
                kForward;
     return std::string("To accumulate, fuse with optfuse.Backward(accumulate=n), which counts n "
@@ -419,19 +417,22 @@ std::string way_out_of_reading(const char *op) {
          ", but backward fusion has already applied it and freed it.\n" + way_out);
 }
 
-} // namespace
-
-Answer answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target) {
+Run answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target) {
     if (is_target && overwrites(op)) {
         if (is_unconfirmed(local_of(impl)) && OF_GUARD(overwritten))
             refuse_overwriting(op, impl);
-        return Answer::OVERWRITE;
+        return overwrite;
     }
     if (reads_no_numbers(op) || moves(op) || makes_alias(op, impl))
-        return Answer::PASS;
+        return go_on;
     if (converts(op) && !impl->key_set().has(c10::DispatchKey::Python))
-        return Answer::CONVERT;
+        return convert;
     refuse_reading(op, impl, is_target);
 }
+
+} // namespace
+
+const Absent absent::consumed = {free_consumed, answer_consumed};
+const Absent absent::wrapped = {free_wrapped, answer_consumed};
 
 } // namespace optfuse

@@ -3,26 +3,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/stack.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 
-namespace c10 {
-class OperatorHandle;
-}
+#include "plan/plan.h"
 
 namespace optfuse {
-
-// How many steps of an optimizer have confirmed what backward fusion has done before them.
-using Steps = std::atomic<uint64_t>;
 
 at::Tensor make_consumed(const at::Tensor &param, std::shared_ptr<const Steps> steps);
 // It stands for the gradient of a later backward pass from here on, unless it has memory again.
 // Returns the number of this use, which no other gradient of the process has; or kNoUse.
 uint64_t consume_again(const c10::TensorImpl *impl);
-constexpr uint64_t kNoUse = 1;
 // Whether it, or an alias, is what consume_again() has said so of, with all digits: no gradient of
 // another parameter or an earlier step.
 bool is_of_use(const c10::TensorImpl *impl, uint64_t use);
@@ -36,15 +28,5 @@ bool consumed_are_sealed(); // else a profiler notes addresses
 bool is_consumed(const c10::TensorImpl *impl);
 // A DTensor reads as a consumed gradient from here on. local: its local tensor, which is one.
 void consume_wrapper(const at::Tensor &wrapper, const at::Tensor &local);
-
-// How an operator that received a consumed gradient goes on.
-enum class Answer { PASS, CONVERT, OVERWRITE };
-// An error for what reads numbers. is_target: the gradient is the first argument, or in it.
-Answer answer_consumed(const char *op, c10::TensorImpl *impl, bool is_target);
-// aten::_to_copy: its copy on another device or in another dtype is consumed, too.
-void convert_consumed(torch::jit::Stack *stack);
-// zero_() and the like: what they write to has memory again, and so have its aliases.
-void overwrite_consumed(const c10::OperatorHandle &op, c10::DispatchKeySet keys,
-                        torch::jit::Stack *stack);
 
 } // namespace optfuse

@@ -3,6 +3,7 @@
 // which pass (of_pass_ready()); the core decides what follows, and asks here for what only
 // autograd and Python know.
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,42 +14,31 @@
 #include <typeinfo>
 #include <utility>
 
+#include "absent/consumed.h"
 #include "autograd/backward.h"
 #include "base/compat.h"
-#include "base/error.h"
 #include "base/device.h"
-#include "guard.h"
+#include "base/error.h"
+#include "base/pinned.h"
+#include "base/plain_mode.h"
+#include "base/threads.h"
 #include "gpu/beside.h"
+#include "guard.h"
+#include "host/host.h"
+#include "memory/gradient.h"
+#include "memory/heap.h"
+#include "memory/memory.h"
 #include "plan/plan.h"
+#include "plan/references.h"
+#include "plan/scalars.h"
+#include "plan/slots.h"
 #include "python/callback.h"
 #include "python/gil.h"
-#include "recorded/ahead.h"
-#include "plan/slots.h"
-#include "memory/memory.h"
-#include "base/plain_mode.h"
-#include "plan/references.h"
-#include "base/threads.h"
 
 namespace optfuse {
 
 bool is_closed(const Plan *plan) {
     return plan->closed.load(std::memory_order_acquire);
-}
-
-namespace {
-
-// Whether this is true of a hook that comes behind the gradient's way into .grad.
-template <class Test> bool any_later_hook(c10::TensorImpl *param, const Test &test) {
-    const auto *meta = static_cast<torch::autograd::AutogradMeta *>(param->autograd_meta());
-    const auto accumulator = meta->grad_accumulator_.lock();
-    return accumulator && std::any_of(accumulator->post_hooks().begin(),
-                                      accumulator->post_hooks().end(), test);
-}
-
-} // namespace
-
-bool is_reduced_later(c10::TensorImpl *param) {
-    return any_later_hook(param, [](const auto &) { return true; });
 }
 
 namespace {
@@ -123,7 +113,7 @@ bool is_gradient_shared(const Slot *slot, const at::Tensor &grad) {
 }
 
 // One backward pass. Autograd's graph task owns it: the pass has ended or failed when it dies.
-class EndOfPass {
+class EndOfPass : Pinned {
   public:
     EndOfPass(std::shared_ptr<Plan> of, of_pass *begun) : plan(std::move(of)), pass(begun) {
         of_pass_retain(pass);
@@ -133,8 +123,6 @@ class EndOfPass {
         of_pass_abandon(pass);
         of_pass_release(pass);
     }
-    EndOfPass(const EndOfPass &) = delete;
-    EndOfPass &operator=(const EndOfPass &) = delete;
     void run() {
         const KeepThreads as_before;
         size_t at = OF_NO_SLOT;
@@ -174,8 +162,6 @@ struct Release {
     void operator()(of_pass *pass) const { of_pass_release(pass); }
 };
 
-} // namespace
-
 const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure, make_state};
 
 // Others may see the parameter's memory (another parameter, a graph that is kept, an alias of
@@ -183,7 +169,7 @@ const of_backward_host backward_host = {sizeof(of_backward_host), begin, measure
 // change when stock changes it, and parameters that overlap change in stock's order. So is an
 // update whose state others have, too: two optimizers use it in the order of their step(); and so is
 // one whose gradient a hook of the AccumulateGrad node may still change.
-of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
+of_found look(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad) {
     if (!slot->reduced && OF_GUARD(ddp) && is_reduced_later(p)) {
         if (!is_reduced_by_ddp(p))
             return OF_FOUND_NOTHING;
@@ -204,6 +190,65 @@ of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor
     const bool is_left = OF_GUARD(postpone) &&
                          (has_others || (!slot->reduced && is_gradient_shared(slot, grad)));
     return is_left ? OF_FOUND_NOTHING : OF_FOUND_INPUTS;
+}
+
+of_found look_and_collect(void *ctx, void *tensor, of_inputs *in) {
+    const auto *slot = static_cast<const Slot *>(tensor);
+    const at::Tensor &grad = gradient_of(slot->param);
+    if (in->in_backward && grad.defined()) {
+        const of_found found = attempt("preparing the update of ", slot->label, OF_FOUND_ERROR,
+                                       [&] { return look(slot, slot->param, grad); });
+        if (found != OF_FOUND_INPUTS)
+            return found;
+    }
+    return collect(ctx, tensor, in);
+}
+
+// Whether zero_grad() has let go of the consumed gradient, and nobody else holds it.
+bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
+    return consumed.defined() &&
+           consumed.use_count() == 1 + idle_references(*consumed.unsafeGetTensorImpl()) &&
+           is_consumed(consumed.unsafeGetTensorImpl()) &&
+           !(has_aliases(consumed.unsafeGetTensorImpl()) && OF_GUARD(consumed_alias)) &&
+           !consumed.requires_grad() && consumed.device() == param.device() &&
+           consumed.dtype() == param.dtype() && equal(consumed.sizes(), param.sizes()) &&
+           (equal(consumed.strides(), param.strides()) || !param.is_non_overlapping_and_dense());
+}
+
+void consume_gradient(References *refs) {
+    at::Tensor &grad = refs->param.mutable_grad();
+    if (!grad.defined() || grad.unsafeGetTensorImpl() != refs->grad)
+        return;
+    refs->old_grad = std::move(grad);
+    Slot *slot = refs->slot;
+    if (!OF_GUARD(consumed)) {
+        PlainMode plain; // under the plan's lock: no operator may come back to us
+        grad = at::zeros(refs->old_grad.sizes(), refs->old_grad.options());
+        return;
+    }
+    if (!can_reuse_consumed(slot->consumed, refs->param)) {
+        refs->old_consumed = std::move(slot->consumed);
+        slot->consumed = make_consumed(refs->param, slot->plan->steps);
+    }
+    slot->used = consume_again(slot->consumed.unsafeGetTensorImpl());
+    grad = slot->consumed;
+}
+
+void settle_and_consume(void *ctx, void *opaque, bool was_deferred) {
+    auto *refs = static_cast<References *>(opaque);
+    settle(ctx, refs, was_deferred);
+    if (!refs->consumes)
+        return;
+    consume_gradient(refs);
+    note_versions(*refs->slot);
+}
+
+} // namespace
+
+void update_in_backward(of_host *host) {
+    host->collect = look_and_collect;
+    host->settle = settle_and_consume;
+    host->backward = &backward_host;
 }
 
 namespace {

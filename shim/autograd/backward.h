@@ -18,9 +18,6 @@ struct Slot;
 bool is_closed(const Plan *plan);
 // A parameter's gradient is complete.
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param);
-// Whether something is called after autograd has completed the gradient of this parameter, as
-// DistributedDataParallel is.
-bool is_reduced_later(c10::TensorImpl *param);
 // .grad of these slots becomes a part of a flat buffer, in which they are reduced: until its
 // update, or the end of the pass. offsets: in elements. False: this pass only adds to the
 // gradients, and nothing was done.
@@ -33,14 +30,13 @@ void give_part(const at::Tensor &param, const at::Tensor &bucket, int64_t offset
 // the pass has begun, and counts. param: one of the plan's.
 void gradients_are_complete(const std::shared_ptr<Plan> &plan, const std::vector<size_t> &slots,
                             const at::Tensor &param);
-// collect()'s part inside backward: OF_FOUND_INPUTS, or what it returns.
-of_found look_in_backward(const Slot *slot, c10::TensorImpl *p, const at::Tensor &grad);
-extern const of_backward_host backward_host;
+// The host of a plan in backward mode.
+void update_in_backward(of_host *host);
 
 // gradient_hook.cpp
-void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const at::Tensor &param);
+// Ours, of every parameter of the plan, in the order of its slots.
+void attach(Plan &plan, const std::vector<at::Tensor> &params);
 void detach_gradient_hook(const Plan *plan, const at::Tensor &param);
 bool has_lost_gradient_hook(const Plan &plan); // someone has put another in its place
-bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param);
 
 } // namespace optfuse

@@ -4,12 +4,13 @@
 
 #include <algorithm>
 
-#include "autograd/backward.h"
 #include "absent/consumed.h"
+#include "autograd/backward.h"
+#include "base/pinned.h"
 #include "guard.h"
-#include "plan/slots.h"
 #include "memory/memory.h"
 #include "plan/references.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 namespace {
@@ -90,12 +91,10 @@ std::vector<size_t> known_slots(const std::vector<size_t> &slots, bool only_kept
 }
 
 // Whatever comes of them, the local parameters keep no gradient that is not consumed.
-class Lent {
+class Lent : Pinned {
   public:
     Lent(Plan &of, const std::vector<size_t> &lent) : plan(of), slots(lent) {}
     ~Lent() { take_gradients_back(plan, slots); }
-    Lent(const Lent &) = delete;
-    Lent &operator=(const Lent &) = delete;
 
   private:
     Plan &plan;

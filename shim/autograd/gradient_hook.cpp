@@ -77,6 +77,8 @@ bool has_lost_gradient_hook(const Plan &plan) {
     return OF_GUARD(recheck) && !std::all_of(plan.slots.begin(), plan.slots.end(), has);
 }
 
+namespace {
+
 bool has_other_gradient_hook(const Plan *plan, const at::Tensor &param) {
     GradientHook *hook = find(nullptr, param);
     return hook != nullptr && hook->plan.get() != plan && !is_closed(hook->plan.get());
@@ -92,6 +94,18 @@ void attach_gradient_hook(const std::shared_ptr<Plan> &plan, Slot *slot, const a
     hook->slot = slot->index;
     hook->others = living(std::move(hooks_of(param)));
     torch::autograd::impl::set_post_acc_grad_hooks(param, std::move(hook));
+}
+
+} // namespace
+
+void attach(Plan &plan, const std::vector<at::Tensor> &params) {
+    for (size_t i = 0; i < params.size(); i++)
+        if (has_other_gradient_hook(&plan, params[i]))
+            fail("optfuse: " + plan.slots[i]->label +
+                 " already belongs to another optimizer in backward mode; use "
+                 "mode=\"forward\" for both, or unfuse the other first");
+    for (size_t i = 0; i < params.size(); i++)
+        attach_gradient_hook(plan.self, plan.slots[i], params[i]);
 }
 
 void detach_gradient_hook(const Plan *plan, const at::Tensor &param) {

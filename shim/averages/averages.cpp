@@ -13,16 +13,16 @@
 #include <string>
 #include <utility>
 
-#include "plan/arguments.h"
-#include "absent/consumed.h"
 #include "base/compat.h"
 #include "base/error.h"
-#include "guard.h"
-#include "python/gil.h"
-#include "memory/memory.h"
-#include "plan/refuse.h"
 #include "base/threads.h"
+#include "guard.h"
+#include "memory/memory.h"
 #include "memory/written.h"
+#include "plan/arguments.h"
+#include "plan/references.h"
+#include "plan/refuse.h"
+#include "python/gil.h"
 
 namespace optfuse {
 namespace {
@@ -69,7 +69,7 @@ bool can_wait(const at::Tensor &average, const at::Tensor &param, of_dtype *dtyp
     c10::TensorImpl *a = average.unsafeGetTensorImpl(), *p = param.unsafeGetTensorImpl();
     return a->layout() == c10::kStrided && a->has_storage() && a->device().is_cpu() &&
            dtype_of(a, dtype) && p->has_storage() && is_dense_like(a, p) && !is_lazy(a) &&
-           !is_consumed(a) && !a->is_inference() && !has_mark(a) && has_mark(p) &&
+           !a->is_inference() && !has_mark(a) && has_mark(p) &&
            (is_private(storage_of(a), 0) || !OF_GUARD(average_alias));
 }
 

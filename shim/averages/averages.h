@@ -27,12 +27,6 @@ struct Averaging {
     double take;
 };
 
-// of_average.host.
-struct DeferredAverage {
-    const at::Tensor &average;
-    const std::shared_ptr<const Program> &program;
-};
-
 // averages.cpp: makes the next averages of parameters, pair by pair of the same shape and dtype, on
 // the CPU: behind the update that is pending on the parameter, or now by PyTorch's operators.
 // Returns how many wait; -1, with nothing done: one is not on the CPU, a pair has two dtypes, or

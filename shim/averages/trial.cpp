@@ -6,11 +6,11 @@
 #include <cstring>
 
 #include "averages/averages.h"
-#include "host/host.h"
 #include "base/plain_mode.h"
-#include "plan/refuse.h"
 #include "base/threads.h"
 #include "base/trial_numbers.h"
+#include "host/host.h"
+#include "plan/refuse.h"
 
 namespace optfuse {
 namespace {

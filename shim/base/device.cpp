@@ -13,15 +13,11 @@
 #include <unordered_map>
 #include <utility>
 
-#include "absent/consumed.h"
 #include "base/compat.h"
-#include "base/error.h"
 #include "base/device.h"
-#include "guard.h"
-#include "plan/plan.h"
-#include "host/first_use.h"
-#include "memory/memory.h"
+#include "base/error.h"
 #include "base/plain_mode.h"
+#include "guard.h"
 
 namespace optfuse {
 namespace {
@@ -169,14 +165,6 @@ void destroy(void *, void *event) {
     delete made;
 }
 
-// Takes the mark off now: else the parameter's next use would cost a look-up.
-void finished(void *ctx, void *tensor, const void *key) {
-    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
-    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && !is_consumed(param) &&
-        storage_of(param) == key)
-        unmark(param);
-}
-
 of_stream current(void *, int ordinal) { return current_stream(ordinal); }
 
 void exchange(void *, const of_stream *stream) { guard_impl().exchangeStream(stream_of(*stream)); }
@@ -187,8 +175,8 @@ thread_local of_stream *steady_stream = nullptr;
 
 } // namespace
 
-const of_gpu_host gpu_host = {sizeof(of_gpu_host), current, exchange,    count,   launch, record,
-                              wait,                is_done, synchronize, destroy, finished};
+const of_gpu_host gpu_functions = {sizeof(of_gpu_host), current, exchange,    count,   launch, record,
+                                   wait,                is_done, synchronize, destroy, nullptr};
 
 c10::DeviceType gpu_type() {
 #ifdef OF_TEST_GUARDS

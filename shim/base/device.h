@@ -8,6 +8,7 @@
 
 #include <atomic>
 
+#include "base/pinned.h"
 #include "cuda/cuda_kernels.h"
 #include "optfuse.h"
 
@@ -37,27 +38,25 @@ const CudaLibrary *cuda_library();
 void set_cuda_library(const char *path);
 
 // As long as one lives, this thread may wait for a device: others may be capturing a graph.
-struct Relaxed {
+struct Relaxed : Pinned {
     const CudaLibrary *library = cuda_library();
     Relaxed() { relax(true); }
     ~Relaxed() { relax(false); }
-    Relaxed(const Relaxed &) = delete;
-    Relaxed &operator=(const Relaxed &) = delete;
     void relax(bool on) const {
         if (library != nullptr)
             library->relax(on);
     }
 };
 
-// device.cpp
-extern const of_gpu_host gpu_host;
+// device.cpp: without finished(), which is host/host.cpp's
+extern const of_gpu_host gpu_functions;
 of_stream current_stream(int ordinal);
 // CUDA's own handle of it.
 void *native_stream(const of_stream &stream);
 // As long as one lives, current_stream() on this thread asks PyTorch and the driver once and
 // not for each parameter: inside step() nobody changes streams or begins a capture. Except
 // where code of others runs: there a SteadyStreams(false) lives inside of it.
-class SteadyStreams {
+class SteadyStreams : Pinned {
   public:
     explicit SteadyStreams(bool steady = true) {
         if (know_any())
@@ -69,8 +68,6 @@ class SteadyStreams {
     }
     // Whether the process has ever had a stream of a GPU.
     static bool know_any() { return any_gpu.load(std::memory_order_relaxed); }
-    SteadyStreams(const SteadyStreams &) = delete;
-    SteadyStreams &operator=(const SteadyStreams &) = delete;
 
   private:
     friend of_stream current_stream(int ordinal);

@@ -9,8 +9,6 @@
 #include <exception>
 #include <string>
 
-#include "cxx/error.hpp"
-#include "cxx/spelling.h"
 #include "optfuse.h"
 
 // Python.h's own declaration; nothing of Python is linked.
@@ -44,11 +42,14 @@ struct PythonError final : torch::PyTorchError {
     static inline _object *type = nullptr; // optfuse.Error; set once by of_shim_init()
 };
 
+// Throws the class of C++, where there is no Python. cxx/spelling.cpp sets it before main().
+inline void (*fail_in_cxx)(const std::string &text) = nullptr;
+
 // raised: another type of Python's than optfuse.Error.
 [[noreturn]] inline void fail(const std::string &text, _object *raised = nullptr) {
     _object *const type = raised != nullptr ? raised : PythonError::type;
-    if (type == nullptr) // no Python here
-        throw Error(in_cxx(text));
+    if (type == nullptr)
+        fail_in_cxx(text);
     throw PythonError(text, type);
 }
 

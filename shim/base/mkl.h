@@ -2,6 +2,8 @@
 // mkl.h: Intel's math library inside of libtorch_cpu, which exports its Fortran entry points.
 #pragma once
 
+#include "base/pinned.h"
+
 namespace optfuse {
 
 // An entry point of the math library that PyTorch's operators on the CPU call; null: there is none
@@ -12,12 +14,10 @@ template <typename Function> Function function_of_mkl(const char *name) {
 }
 
 // As long as one exists MKL opens no parallel region of its own on this thread.
-class SerialMkl {
+class SerialMkl : Pinned {
   public:
     SerialMkl();
     ~SerialMkl();
-    SerialMkl(const SerialMkl &) = delete;
-    SerialMkl &operator=(const SerialMkl &) = delete;
     static bool is_possible();    // whether there is MKL
     static int threads();         // that it would use here without one; 0: there is no MKL
     static void forget_threads(); // the number of this thread: the process's from here on

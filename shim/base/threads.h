@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <functional>
 
+#include "base/pinned.h"
+
 namespace optfuse {
 
 // Tensors of so many elements PyTorch's elementwise operators share out (GRAIN_SIZE).
@@ -23,12 +25,10 @@ void set_threads_as_operators(int64_t numel, int64_t from = kSharedOut);
 // Where ours calls operators earlier than stock, inside of backward, or on another thread: the
 // number of this one is as before when this dies, and set_threads_as_operators() or
 // set_owed_threads() sets it.
-class KeepThreads {
+class KeepThreads : Pinned {
   public:
     KeepThreads();
     ~KeepThreads();
-    KeepThreads(const KeepThreads &) = delete;
-    KeepThreads &operator=(const KeepThreads &) = delete;
 
   private:
     const int before;

@@ -9,15 +9,15 @@
 #include <limits>
 
 #include "absent/consumed.h"
+#include "base/compat.h"
+#include "base/parallel.h"
+#include "base/threads.h"
 #include "clipping/pending.h"
 #include "clipping/spread.h"
-#include "base/compat.h"
 #include "floating.h"
 #include "guard.h"
 #include "memory/memory.h"
-#include "base/parallel.h"
 #include "plan/refuse.h"
-#include "base/threads.h"
 
 namespace optfuse {
 namespace {

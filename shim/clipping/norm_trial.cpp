@@ -7,12 +7,12 @@
 
 #include <atomic>
 
-#include "clipping/pending.h"
-#include "guard.h"
 #include "base/parallel.h"
 #include "base/plain_mode.h"
 #include "base/threads.h"
 #include "base/trial_numbers.h"
+#include "clipping/pending.h"
+#include "guard.h"
 
 namespace optfuse {
 namespace {

@@ -7,10 +7,10 @@
 #include <tuple>
 #include <utility>
 
-#include "plan/arguments.h"
 #include "clipping/pending.h"
-#include "python/gil.h"
+#include "plan/arguments.h"
 #include "plan/slots.h"
+#include "python/gil.h"
 
 namespace optfuse {
 namespace {

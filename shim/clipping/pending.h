@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
+#include "memory/gradient.h"
 #include "norm.h"
 #include "plan/plan.h"
-#include "memory/gradient.h"
 
 namespace optfuse {
 

@@ -9,23 +9,24 @@
 #include <map>
 #include <optional>
 
+#include "absent/awaited.h"
 #include "absent/consumed.h"
-#include "clipping/pending.h"
 #include "base/compat.h"
 #include "base/error.h"
+#include "base/threads.h"
+#include "clipping/pending.h"
 #include "floating.h"
 #include "gpu/place.h"
 #include "guard.h"
-#include "plan/plan.h"
-#include "scale.h"
-#include "absent/awaited.h"
 #include "host/first_use.h"
 #include "host/host.h"
 #include "memory/memory.h"
+#include "memory/written.h"
+#include "plan/plan.h"
 #include "plan/references.h"
 #include "plan/refuse.h"
-#include "base/threads.h"
-#include "memory/written.h"
+#include "plan/scalars.h"
+#include "scale.h"
 
 namespace optfuse {
 
@@ -49,7 +50,7 @@ std::atomic<int64_t> waits_from{16384};
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
     return is_gpu(g->device()) && plan->mode == OF_FORWARD &&
-           plan->scalars.has_factor(g->dtype().toScalarType()) && is_private(storage_of(g), 0) &&
+           plan->scalars->has_factor(g->dtype().toScalarType()) && is_private(storage_of(g), 0) &&
            current_stream(g->device().index()).capture == 0 &&
            prepare_scaling(plan, g->device(), dtype);
 }
@@ -59,7 +60,7 @@ void place_scaling(const c10::TensorImpl *g, of_inputs *in, References *refs) {
     in->grad = in->param;
     in->ready = in->stream = current_stream(g->device().index());
     refs->on_gpu.emplace(OnGpu{in->stream, in->ready, {}});
-    refs->slot->plan->scalars.give_factor(in, refs);
+    refs->slot->plan->scalars->give_factor(in, refs);
 }
 
 // The parameter that this thread has looked up. Another one may put another in its slot meanwhile.
@@ -199,7 +200,7 @@ void set_factors(const std::vector<GradientOf> &of, const at::Tensor &factor) {
     const Plan *last = nullptr;
     for (const GradientOf &g : of)
         if (g.plan != last && g.plan != nullptr)
-            (last = g.plan, g.plan->scalars.set_factor(factor));
+            (last = g.plan, g.plan->scalars->set_factor(factor));
 }
 
 // PyTorch multiplies two tensors without dimensions in the wider dtype; a factor beside a gradient

@@ -6,9 +6,9 @@
 #include <atomic>
 #include <vector>
 
+#include "base/parallel.h"
 #include "floating.h"
 #include "optfuse.h"
-#include "base/parallel.h"
 
 namespace optfuse {
 

@@ -6,10 +6,10 @@
 
 #include <utility>
 
-#include "cxx/optimizer.h"
-#include "plan/slots.h"
-#include "memory/memory.h"
 #include "base/plain_mode.h"
+#include "cxx/optimizer.h"
+#include "memory/memory.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 namespace {

@@ -5,12 +5,12 @@
 
 #include <memory>
 
+#include "base/error.h"
 #include "clipping/pending.h"
 #include "cxx/optimizer.h"
 #include "cxx/spelling.h"
-#include "base/error.h"
-#include "python/gil.h"
 #include "doors/start.h"
+#include "python/gil.h"
 
 using optfuse::FusedOptimizer;
 

@@ -11,14 +11,14 @@
 
 #include "autograd/backward.h"
 #include "base/compat.h"
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
 #include "doors/gpu_reference.h"
 #include "doors/gpu_trial.h"
 #include "guard.h"
-#include "plan/slots.h"
 #include "host/host.h"
 #include "plan/refuse.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 namespace {

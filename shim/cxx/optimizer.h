@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/pinned.h"
 #include "cxx/classes.h"
 #include "cxx/fused.h"
 #include "ledger/ledger.h"
@@ -18,12 +19,10 @@
 namespace optfuse {
 
 // All functions but those of Owner throw optfuse::Error.
-class FusedOptimizer final : public Owner, private OptimizerReader {
+class FusedOptimizer final : public Owner, private OptimizerReader, Pinned {
   public:
     FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options);
     ~FusedOptimizer();
-    FusedOptimizer(const FusedOptimizer &) = delete;
-    FusedOptimizer &operator=(const FusedOptimizer &) = delete;
 
     void step();
     void zero_grad(bool set_to_none);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "cxx/spelling.h"
 
+#include "base/error.h"
+#include "cxx/error.hpp"
+
 namespace optfuse {
 namespace {
 
@@ -28,6 +31,11 @@ const Spelling spellings[] = {
     {"sparse=False", "sparse(false)"},
     {"build the optimizer with capturable=True", "call step() outside of the capture"},
 };
+
+[[maybe_unused]] const bool is_set = [] {
+    fail_in_cxx = [](const std::string &text) { throw Error(in_cxx(text)); };
+    return true;
+}();
 
 } // namespace
 

@@ -18,13 +18,14 @@
 #include <sstream>
 #include <tuple>
 
-#include "clipping/pending.h"
-#include "base/error.h"
 #include "base/device.h"
-#include "doors/gpu_reference.h"
-#include "plan/slots.h"
+#include "base/error.h"
+#include "base/pinned.h"
 #include "base/plain_mode.h"
+#include "clipping/pending.h"
+#include "doors/gpu_reference.h"
 #include "plan/refuse.h"
+#include "plan/slots.h"
 
 namespace optfuse {
 namespace {
@@ -101,7 +102,7 @@ Tensors train_by_reference(const Tried &tried) {
 }
 
 // A plan without an optimizer.
-class Trial {
+class Trial : Pinned {
   public:
     Trial(const Tried &tried, const Tensors &params) {
         check(of_shim_plan_new(tried.rule.name, OF_FORWARD, "", 0, 1, &handle));
@@ -118,8 +119,6 @@ class Trial {
         }
     }
     ~Trial() { of_shim_plan_free(handle); }
-    Trial(const Trial &) = delete;
-    Trial &operator=(const Trial &) = delete;
 
     // Leaves multiplying the gradients to the next step().
     void clip(const at::Tensor &factor) {

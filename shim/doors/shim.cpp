@@ -10,26 +10,29 @@
 #include <utility>
 #include <vector>
 
-#include "autograd/backward.h"
+#include "absent/awaited.h"
 #include "absent/consumed.h"
-#include "absent/recompute.h"
-#include "clipping/pending.h"
+#include "autograd/backward.h"
 #include "base/compat.h"
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
+#include "base/threads.h"
+#include "clipping/pending.h"
+#include "doors/start.h"
 #include "guard.h"
+#include "host/first_use.h"
+#include "host/host.h"
+#include "memory/heap.h"
+#include "memory/memory.h"
+#include "native/native.h"
 #include "plan/plan.h"
+#include "plan/slots.h"
+#include "promises/layer.h"
+#include "promises/promise.h"
 #include "python/callback.h"
 #include "python/gil.h"
 #include "python/interpreter.h"
 #include "python/log.h"
-#include "plan/slots.h"
-#include "doors/start.h"
-#include "absent/awaited.h"
-#include "host/first_use.h"
-#include "host/host.h"
-#include "memory/memory.h"
-#include "base/threads.h"
 
 using optfuse::plan_of;
 
@@ -42,12 +45,12 @@ int failed(const std::exception &e) {
 
 // The mark may stand for the update of another plan. After a flush there mostly is none.
 bool clean(c10::TensorImpl *impl) {
-    if (!optfuse::has_mark(impl) || optfuse::is_consumed(impl) || optfuse::is_promise(impl))
+    if (!optfuse::has_mark(impl) || optfuse::is_absent(impl))
         return true;
     const bool is_certain = !of_any_pending() && !optfuse::is_any_on_its_way();
     if (!is_certain && optfuse::use_memory(impl, false) >= OF_IN_FLIGHT)
         return false;
-    if (!optfuse::any_recomputes())
+    if (!optfuse::are_marks_wanted())
         optfuse::unmark(impl);
     return true;
 }
@@ -139,7 +142,12 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         if (bad_isa != OF_OK)
             return bad_isa;
         auto plan = std::make_shared<optfuse::Plan>();
-        const of_host host = optfuse::make_host(plan.get());
+        of_host host = optfuse::make_host(plan.get());
+        host.scaling = &optfuse::scaling_host;
+        host.await = &optfuse::await_host;
+        host.product = &optfuse::product_host;
+        if (options.mode == OF_BACKWARD)
+            optfuse::update_in_backward(&host);
         const of_status status = of_plan_create(&host, rule, &options, &plan->core);
         if (status != OF_OK)
             return status;

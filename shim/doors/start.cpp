@@ -3,13 +3,15 @@
 
 #include <mutex>
 
+#include "absent/awaited.h"
+#include "absent/kinds.h"
+#include "doors/start.h"
+#include "host/first_use.h"
 #include "optfuse.h"
+#include "plan/slots.h"
 #include "promises/promise.h"
 #include "python/gil.h"
-#include "plan/slots.h"
-#include "doors/start.h"
-#include "absent/awaited.h"
-#include "host/first_use.h"
+#include "recorded/tape.h"
 
 namespace optfuse {
 namespace {
@@ -47,6 +49,8 @@ int start() {
     const int status = register_first_use();
     if (status != OF_OK)
         return status;
+    absent_kinds = {&absent::recorded, &absent::consumed,   &absent::wrapped, &absent::promised,
+                    &absent::asked,    &absent::recomputed, &absent::awaited};
     pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
     started = true;
     return OF_OK;

@@ -16,6 +16,8 @@
 
 #include <optional>
 
+#include "base/pinned.h"
+
 namespace optfuse {
 
 struct Streams {
@@ -45,12 +47,10 @@ void return_outputs(torch::autograd::Node *node, const Streams &streams);
 // As long as one lives on a thread whose stream is the side stream of the device, the stream of
 // the last dW's layer is current instead, and afterwards the side stream waits for it: of
 // memory that outlives backward, such as an optimizer's state, the script knows that stream only.
-class LastingMemory {
+class LastingMemory : Pinned {
   public:
     explicit LastingMemory(const c10::Device &device);
     ~LastingMemory();
-    LastingMemory(const LastingMemory &) = delete;
-    LastingMemory &operator=(const LastingMemory &) = delete;
 
   private:
     std::optional<Streams> streams_;

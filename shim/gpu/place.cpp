@@ -6,10 +6,11 @@
 #include "base/compat.h"
 #include "base/device.h"
 #include "gpu/place.h"
-#include "plan/plan.h"
 #include "memory/memory.h"
+#include "plan/plan.h"
 #include "plan/references.h"
 #include "plan/refuse.h"
+#include "plan/scalars.h"
 
 namespace optfuse {
 
@@ -72,14 +73,6 @@ bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype) {
     return true;
 }
 
-bool step_is_on_gpu(const Slot *slot) {
-    return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
-}
-
-bool counts_on_gpu(const Slot *slot) {
-    return slot->plan->rule->counts_on_gpu && is_gpu(slot->param->device());
-}
-
 namespace {
 
 // Checks the counters of rules whose scalars the host prepares, and of those whose counters are on
@@ -104,7 +97,7 @@ of_found check_counting(const Slot *slot, const of_inputs *in) {
 of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs) {
     Plan *plan = slot->plan;
     if (!is_gpu(p->device()))
-        return !plan->scalars.scale_gradients()
+        return !plan->scalars->scale_gradients()
                    ? OF_FOUND_INPUTS
                    : refuse(slot, "", "is on the CPU, but others on a GPU were updated in backward",
                             " with the grad_scale or found_inf that was set, which the CPU's "
@@ -117,7 +110,7 @@ of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *
     refs->on_gpu.emplace(OnGpu{in->stream, in->ready, {}});
     if (check_counting(slot, in) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
-    plan->scalars.give(slot->group, in, refs);
+    plan->scalars->give(slot->group, in, refs);
     if (in->stream.capture != 0 && slot->step.defined() && !step_is_on_gpu(slot))
         return refuse(slot, "the step counter of ", "is on the CPU",
                       ", where the replays of the CUDA graph that is being captured can't count "

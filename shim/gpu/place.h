@@ -20,9 +20,6 @@ bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Devic
 of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool mixed);
 // Whether the kernels that multiply gradients of this dtype are loaded now.
 bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype);
-bool step_is_on_gpu(const Slot *slot);
-// The rule's counters have to be there, too.
-bool counts_on_gpu(const Slot *slot);
 // The device, its stream and scalars; or why it can't be there.
 of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs);
 

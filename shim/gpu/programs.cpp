@@ -37,7 +37,7 @@ void run_on_gpu(const of_program &program, const c10::Device &device, of_dtype d
     update.hyper = kNoOptions;
     update.program = &program;
     const of_stream stream = current_stream(device.index());
-    if (!gpu_host.launch(nullptr, &stream, &update, entries.data(), entries.size()))
+    if (!gpu_functions.launch(nullptr, &stream, &update, entries.data(), entries.size()))
         fail(std::string("optfuse: a program on a GPU: ") + of_error_message());
 }
 

@@ -14,22 +14,22 @@
 #include <optional>
 
 #include "base/compat.h"
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
+#include "base/pinned.h"
+#include "base/threads.h"
 #include "gpu/place.h"
 #include "guard.h"
-#include "plan/plan.h"
-#include "python/callback.h"
-#include "recorded/ahead.h"
-#include "host/by_host.h"
-#include "plan/slots.h"
 #include "host/host.h"
 #include "memory/memory.h"
+#include "memory/written.h"
+#include "native/native.h"
 #include "plan/overlap.h"
+#include "plan/plan.h"
 #include "plan/references.h"
 #include "plan/refuse.h"
-#include "base/threads.h"
-#include "memory/written.h"
+#include "plan/slots.h"
+#include "python/callback.h"
 
 namespace optfuse {
 namespace {
@@ -42,7 +42,7 @@ c10::impl::LocalDispatchKeySet plain_keys() { return c10::impl::PODLocalDispatch
 
 // An update that runs elsewhere than in step() does so under none of the modes that are entered there:
 // they must neither see nor change it. Profilers go on recording.
-class WithoutModes {
+class WithoutModes : Pinned {
   public:
     WithoutModes() {
         torch::jit::tracer::setTracingState(nullptr);
@@ -57,8 +57,6 @@ class WithoutModes {
         torch::jit::tracer::setTracingState(tracing);
         c10::AutogradState::set_tls_state(autograd);
     }
-    WithoutModes(const WithoutModes &) = delete;
-    WithoutModes &operator=(const WithoutModes &) = delete;
 
   private:
     const std::shared_ptr<torch::jit::tracer::TracingState> tracing =
@@ -70,7 +68,7 @@ class WithoutModes {
 };
 
 // Autograd may have saved the parameter since step(), and must find the version that it saved.
-class KeepVersion {
+class KeepVersion : Pinned {
   public:
     explicit KeepVersion(const c10::TensorImpl *impl)
         : counter(impl->version_counter()),
@@ -79,8 +77,6 @@ class KeepVersion {
         if (counter.enabled())
             counter.set_version(version);
     }
-    KeepVersion(const KeepVersion &) = delete;
-    KeepVersion &operator=(const KeepVersion &) = delete;
 
   private:
     c10::VariableVersion counter;

@@ -8,26 +8,24 @@
 
 #include <c10/core/DefaultDtype.h>
 
+#include "absent/awaited.h"
 #include "absent/consumed.h"
 #include "base/compat.h"
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
+#include "base/plain_mode.h"
 #include "gpu/place.h"
 #include "guard.h"
-#include "plan/plan.h"
-#include "promises/promise.h"
-#include "host/by_host.h"
-#include "absent/awaited.h"
 #include "host/first_use.h"
-#include "memory/gradient.h"
 #include "host/host.h"
+#include "memory/gradient.h"
 #include "memory/memory.h"
+#include "memory/written.h"
 #include "plan/overlap.h"
-#include "base/plain_mode.h"
+#include "plan/plan.h"
 #include "plan/references.h"
 #include "plan/refuse.h"
-#include "host/special.h"
-#include "memory/written.h"
+#include "plan/scalars.h"
 
 namespace optfuse {
 namespace {
@@ -106,7 +104,8 @@ void await_now(const at::Tensor &grad) {
 const void *gradient_data(References *refs, of_inputs *in, c10::TensorImpl *p,
                           const at::Tensor &grad, bool is_like_it, const Overlap &written) {
     c10::TensorImpl *g = grad.unsafeGetTensorImpl();
-    if (is_promise(g) && update_by_panels(storage_of(g), in)) {
+    const Absent *absent = absent_of(storage_of(g));
+    if (absent != nullptr && absent->update != nullptr && absent->update(storage_of(g), in)) {
         take_part(refs, in, g);
         return nullptr;
     }
@@ -184,7 +183,7 @@ bool applies_factor(const Slot *slot, const c10::TensorImpl *p, const c10::Tenso
     if (!is_gpu(p->device()))
         return true;
     const of_stream ready = current_stream(p->device().index());
-    return plan->mode == OF_FORWARD && !(plan->scalars.divide_gradients() && OF_GUARD(divided)) &&
+    return plan->mode == OF_FORWARD && !(plan->scalars->divide_gradients() && OF_GUARD(divided)) &&
            of_scaling_fits(storage_of(g), &ready);
 }
 
@@ -197,7 +196,7 @@ bool rounds_by_strides(const Slot *slot, const c10::TensorImpl *p, of_dtype dtyp
 
 // Whether the update changes the gradient.
 bool is_written_back(const Slot *slot) {
-    return slot->plan->scalars.scale_gradients() || writes_gradient(slot);
+    return slot->plan->scalars->scale_gradients() || writes_gradient(slot);
 }
 
 void use_stand_ins(Slot *slot, const at::Tensor &grad, of_inputs *in, References *refs) {
@@ -305,7 +304,7 @@ of_found check_tensors(const Plan *plan, Slot *slot, c10::TensorImpl *p, c10::Te
         check_gradient(slot, p, g, is_written_back(slot)) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     launch_others(p);
-    if (has_mark(g) && !is_promise(g))
+    if (has_mark(g) && !is_absent(g))
         launch_others(g, applies_factor(slot, p, g) ? of_launch_at : of_access);
     if (slot->tried != ANYWHERE &&
         check_tried(slot, p, in->dtype) == OF_FOUND_ERROR)

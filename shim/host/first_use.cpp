@@ -2,32 +2,22 @@
 // first_use.cpp: a pending tensor carries one more dispatch key. The fallback
 // registered for that key sees every operator that receives such a tensor,
 // launches the pending update, takes the key off and passes the operator on.
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <pthread.h>
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
 #include <utility>
 
-#include "absent/consumed.h"
-#include "absent/recompute.h"
 #include "base/compat.h"
 #include "base/error.h"
 #include "guard.h"
-#include "plan/plan.h"
-#include "promises/operators.h"
-#include "promises/promise.h"
-#include "python/callback.h"
-#include "python/gil.h"
-#include "recorded/record.h"
-#include "absent/awaited.h"
 #include "host/first_use.h"
 #include "memory/memory.h"
 #include "memory/proxies.h"
+#include "plan/plan.h"
+#include "python/callback.h"
+#include "python/gil.h"
 
 namespace optfuse {
 namespace {
@@ -50,39 +40,43 @@ of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
          std::exchange(raised_in_python, nullptr));
 }
 
-bool reads_no_numbers(const std::string &op) {
-    const std::string tail = "_like";
-    return op.compare(0, 10, "aten::new_") == 0 ||
-           (op.size() > tail.size() && op.compare(op.size() - tail.size(), tail.size(), tail) == 0);
+// Of a kind that the storage's numbers are, or could be: whether they are late a table knows.
+bool fits(const Absent *kind, const c10::StorageImpl *storage) {
+    return kind->deleter == nullptr || kind->deleter == data_ptr_of(storage).get_deleter();
 }
 
-// Before anything is launched: an update may be pending behind its gradient.
-void refuse_if_too_early(const std::string &op, const c10::TensorImpl *impl) {
-    const std::string label = updated_too_early(impl);
-    if (label.empty() || reads_no_numbers(op))
-        return;
-    fail("optfuse: " + op + " reads " + label +
-         " in a block that activation checkpointing computes once more inside backward(), but the "
-         "parameter's gradient was complete before, and backward fusion has already updated it.\n"
-         "Read it outside of the block and give it to the block as an argument, or use "
-         "optfuse.fuse(optimizer, mode=\"forward\")");
+// What a kind answers.
+Run ask(const char *op, c10::TensorImpl *impl, bool is_target) {
+    for (const Absent *kind : absent_kinds)
+        if (kind->answer != nullptr && fits(kind, storage_of(impl)))
+            if (const Run run = kind->answer(op, impl, is_target))
+                return run;
+    return nullptr;
 }
 
-// is_target: the tensor is the operator's first argument, or in it.
-Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
+bool make(c10::StorageImpl *storage) {
+    for (const Absent *kind : absent_kinds)
+        if (kind->make != nullptr && fits(kind, storage) && !kind->make(storage))
+            return false;
+    return true;
+}
+
+// Whether a kind has run the operator.
+bool is_run_by_kind(bool (*Absent::*way)(const OperatorCall &call), const OperatorCall &call) {
+    for (const Absent *kind : absent_kinds)
+        if (kind->*way != nullptr && (kind->*way)(call))
+            return true;
+    return false;
+}
+
+// is_target: the tensor is the operator's first argument, or in it. Returns how the operator runs where
+// that is in a way of its own.
+Run use(const char *op, const at::Tensor &tensor, bool is_target) {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     if (!has_mark(impl) || !impl->has_storage())
-        return Answer::PASS;
-    if (recorded::is_absent_elsewhere(storage_of(impl)))
-        fail(std::string("optfuse: ") + op +
-             " uses a tensor that a step() on another thread has made and not computed yet; read it "
-             "on that thread before, by item() or numpy()");
-    if (is_consumed(impl))
-        return answer_consumed(op, impl, is_target);
-    if (is_no_look(op, impl))
-        return Answer::PASS;
-    if (is_recomputing_here())
-        refuse_if_too_early(op, impl);
+        return nullptr;
+    if (const Run run = ask(op, impl, is_target))
+        return run == go_on ? nullptr : run;
     const bool stranger = called_by_stranger();
     const of_accessed accessed = access_without_gil(impl, stranger);
     if (accessed == OF_ACCESS_FAILED)
@@ -91,61 +85,44 @@ Answer use(const char *op, const at::Tensor &tensor, bool is_target) {
     // key set is no atomic: only the threads that train write it.
     if (!stranger && accessed != OF_IN_FLIGHT && !marks_stay())
         unmark(impl);
-    return Answer::PASS;
+    return nullptr;
 }
 
-Answer use_value(const char *op, const c10::IValue &value, bool is_target) {
+Run use_value(const char *op, const c10::IValue &value, bool is_target) {
     if (value.isTensor())
         return use(op, value.toTensor(), is_target);
-    Answer answer = Answer::PASS;
+    Run run = nullptr;
     if (value.isList())
         for (const c10::IValue &element : value.toListRef())
             if (element.isTensor())
-                answer = std::max(answer, use(op, element.toTensor(), is_target));
-    return answer;
-}
-
-void pass_on(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-    const auto &schema = op.schema();
-    const char *name = schema.operator_name().name.c_str();
-    const size_t n = schema.arguments().size();
-    if (answer_with_promise(name, stack, n))
-        return;
-    const std::shared_ptr<PromisingLayer> embedding = promising_embedding(name, *stack, n);
-    const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey);
-    Answer answer = Answer::PASS;
-    if (transposes_in_backward(name, *stack, n)) {
-        const c10::impl::ExcludeDispatchKeyGuard seen(kPendingKey); // its kernel calls others
-        op.redispatchBoxed(below, stack);
-        note_transposed(stack->back().toTensor());
-        return;
-    }
-    for (size_t i = 0; i < n; i++)
-        answer = std::max(answer, use_value(name, torch::jit::peek(*stack, i, n), i == 0));
-    if (answer == Answer::PASS && answer_product_with_promise(name, stack, n))
-        return;
-    if (answer == Answer::CONVERT)
-        convert_consumed(stack);
-    else if (answer == Answer::OVERWRITE)
-        overwrite_consumed(op, below, stack);
-    else
-        op.redispatchBoxed(below, stack);
-    if (embedding)
-        ask_behind_embedding(embedding, stack->back().toTensor());
+                if (const Run its = use(op, element.toTensor(), is_target))
+                    run = its;
+    return run;
 }
 
 void first_use(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-    if (recorded::Tape *tape = recorded::open_tape())
-        recorded::record(tape, op, keys, stack, pass_on);
-    else
-        pass_on(op, keys, stack);
+    use_marked({op, keys, stack});
 }
 
 } // namespace
 
+void use_marked(const OperatorCall &call) {
+    if (is_run_by_kind(&Absent::begin, call))
+        return;
+    const char *name = call.name();
+    Run run = nullptr;
+    for (size_t i = 0, n = call.n(); i < n; i++)
+        if (const Run its = use_value(name, torch::jit::peek(*call.stack, i, n), i == 0))
+            run = its;
+    if (run != nullptr)
+        run(call);
+    else if (!is_run_by_kind(&Absent::end, call))
+        call.go_on();
+}
+
 of_accessed use_memory(const c10::TensorImpl *impl, bool foreign, decltype(&of_access) how) {
     c10::StorageImpl *storage = storage_of(impl);
-    if (how == of_access && (!keep_promise(storage) || !await_arrival(storage)))
+    if (how == of_access && !make(storage))
         return OF_ACCESS_FAILED;
     of_accessed accessed = how(storage, foreign);
     if (accessed == OF_NOTHING_PENDING)

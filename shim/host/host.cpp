@@ -3,37 +3,26 @@
 // update's life: collect (collect.cpp), commit, defer, settle, release. None
 // of these can fail.
 #include <ATen/Version.h>
-#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
 #include <memory>
 #include <string>
 
-#include "autograd/backward.h"
-#include "absent/consumed.h"
-#include "averages/averages.h"
-#include "clipping/pending.h"
 #include "base/compat.h"
 #include "base/device.h"
-#include "guard.h"
 #include "base/mkl.h"
-#include "plan/plan.h"
-#include "promises/promise.h"
-#include "python/log.h"
-#include "plan/slots.h"
-#include "absent/awaited.h"
+#include "base/parallel.h"
+#include "base/plain_mode.h"
+#include "guard.h"
 #include "host/first_use.h"
 #include "host/host.h"
 #include "memory/memory.h"
-#include "base/parallel.h"
-#include "base/plain_mode.h"
-#include "plan/references.h"
-#include "host/square_roots.h"
 #include "memory/written.h"
+#include "plan/plan.h"
+#include "plan/references.h"
+#include "python/log.h"
 
 namespace optfuse {
-
-const c10::DeleterFnPtr cpu_deleter = c10::GetAllocator(c10::kCPU)->raw_deleter();
 
 // Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch
 // that comes late.
@@ -176,36 +165,6 @@ void defer_average(void *, void *opaque, void *opaque_average) {
         seal(storage_of(impl));
 }
 
-// Whether zero_grad() has let go of the consumed gradient, and nobody else holds it.
-bool can_reuse_consumed(const at::Tensor &consumed, const at::Tensor &param) {
-    return consumed.defined() &&
-           consumed.use_count() == 1 + idle_references(*consumed.unsafeGetTensorImpl()) &&
-           is_consumed(consumed.unsafeGetTensorImpl()) &&
-           !(has_aliases(consumed.unsafeGetTensorImpl()) && OF_GUARD(consumed_alias)) &&
-           !consumed.requires_grad() && consumed.device() == param.device() &&
-           consumed.dtype() == param.dtype() && equal(consumed.sizes(), param.sizes()) &&
-           (equal(consumed.strides(), param.strides()) || !param.is_non_overlapping_and_dense());
-}
-
-void consume_gradient(References *refs) {
-    at::Tensor &grad = refs->param.mutable_grad();
-    if (!grad.defined() || grad.unsafeGetTensorImpl() != refs->grad)
-        return;
-    refs->old_grad = std::move(grad);
-    Slot *slot = refs->slot;
-    if (!OF_GUARD(consumed)) {
-        PlainMode plain; // under the plan's lock: no operator may come back to us
-        grad = at::zeros(refs->old_grad.sizes(), refs->old_grad.options());
-        return;
-    }
-    if (!can_reuse_consumed(slot->consumed, refs->param)) {
-        refs->old_consumed = std::move(slot->consumed);
-        slot->consumed = make_consumed(refs->param, slot->plan->steps);
-    }
-    slot->used = consume_again(slot->consumed.unsafeGetTensorImpl());
-    grad = slot->consumed;
-}
-
 // A mark that stays has the next use look for an update in vain; one of another update, in memory
 // that the tensor got since, has to stay.
 void unmark_if_its(c10::TensorImpl *impl, const c10::StorageImpl *storage) {
@@ -238,15 +197,33 @@ void begin_settling(void *ctx) {
     plan->takes_marks_off = may_take_marks_off(plan);
 }
 
+// Takes the mark off now: else the parameter's next use would cost a look-up.
+void finished(void *ctx, void *tensor, const void *key) {
+    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
+    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && storage_of(param) == key)
+        unmark(param);
+}
+
+const of_gpu_host *gpu_host() {
+    static const of_gpu_host all = [] {
+        of_gpu_host functions = gpu_functions;
+        functions.finished = finished;
+        return functions;
+    }();
+    return &all;
+}
+
 void lift_seals(const References *refs) {
     const bool some_scaled = of_any_scaled();
     for (size_t i = 0; i < refs->n; i++) {
         c10::StorageImpl *storage = refs->storages[i].get();
         if (!(some_scaled && of_is_scaled(storage)) && // else the gradient stays pending
-            !is_promise(storage))                      // or nobody has computed it yet
+            absent_of(storage) == nullptr)             // or nobody has computed it yet
             unseal(storage);
     }
 }
+
+} // namespace
 
 void settle(void *, void *opaque, bool was_deferred) {
     References *refs = references_of(opaque);
@@ -258,13 +235,11 @@ void settle(void *, void *opaque, bool was_deferred) {
         refs->slot->marked_average = WeakTensor(refs->behind->average.getIntrusivePtr());
     if (refs->on_gpu && was_deferred)
         record_all(refs);
-    else if (refs->on_gpu && refs->consumes) // the gradient dies here, not with its owner
+    else if (refs->on_gpu && refs->consumes) // the gradient dies behind it, not with its owner
         record_on_stream(storage_of(refs->grad), refs->on_gpu->ready);
-    if (refs->consumes) {
-        consume_gradient(refs);
-        note_versions(*refs->slot);
-    }
 }
+
+namespace {
 
 // Without commit() there was no update, and nothing is in the copies.
 [[gnu::noinline]] void end_special(const References *refs) {
@@ -345,12 +320,8 @@ of_host make_host(Plan *plan) {
     host.log = of_log_function();
     host.square_roots[0] = square_roots_of_floats;
     host.square_roots[1] = square_roots_of_doubles;
-    host.backward = &backward_host;
-    host.gpu = &gpu_host;
-    host.scaling = &scaling_host;
+    host.gpu = gpu_host();
     host.external = &external_host;
-    host.await = &await_host;
-    host.product = &product_host;
     return host;
 }
 

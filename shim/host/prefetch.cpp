@@ -2,10 +2,10 @@
 // prefetch.cpp: asks the processor for the records of several parameters at the same time.
 // A parameter has some thirty cache lines beside its slot, unused since its last update; without
 // a prefetch the update would wait for one line after the other.
-#include "plan/plan.h"
-#include "memory/gradient.h"
 #include "host/host.h"
+#include "memory/gradient.h"
 #include "memory/memory.h"
+#include "plan/plan.h"
 
 namespace optfuse {
 namespace {

@@ -16,8 +16,8 @@
 
 #include "base/mkl.h"
 #include "base/plain_mode.h"
-#include "host/square_roots.h"
 #include "base/threads.h"
+#include "host/host.h"
 
 namespace optfuse {
 namespace {

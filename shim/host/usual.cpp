@@ -7,19 +7,18 @@
 
 #include <new>
 
-#include "autograd/backward.h"
-#include "base/compat.h"
-#include "base/error.h"
-#include "base/device.h"
-#include "gpu/place.h"
-#include "plan/plan.h"
 #include "absent/awaited.h"
-#include "memory/gradient.h"
+#include "base/compat.h"
+#include "base/device.h"
+#include "base/error.h"
+#include "gpu/place.h"
 #include "host/host.h"
+#include "memory/gradient.h"
 #include "memory/memory.h"
+#include "plan/plan.h"
 #include "plan/references.h"
 #include "plan/refuse.h"
-#include "host/special.h"
+#include "plan/scalars.h"
 
 namespace optfuse {
 namespace {
@@ -99,7 +98,7 @@ bool is_usual_slot(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const Plan *plan = slot->plan;
     const of_rule *rule = plan->rule;
     return storage_of(p) != nullptr && (!rule->runs_programs || has_usual_program(slot)) &&
-           rule->n_counters == 0 && !plan->scalars.scale_gradients() && slot->aliases.empty() && !slot->gradient_is_known &&
+           rule->n_counters == 0 && !plan->scalars->scale_gradients() && slot->aliases.empty() && !slot->gradient_is_known &&
            !slot->reduced &&
            (slot->tried == ANYWHERE || is_tried(slot, p, dtype));
 }
@@ -139,8 +138,8 @@ template <bool on_gpu>
 [[gnu::always_inline]] inline bool put_gradient(c10::TensorImpl *g, const Yardstick<on_gpu> &like,
                                                 of_inputs *in, Parts *parts) {
     size_t offset;
-    if (!like.is_like(g, &offset) || is_promise(g) || is_any_on_its_way() ||
-        (on_gpu && has_mark(g)))
+    if (!like.is_like(g, &offset) || is_any_on_its_way() ||
+        (has_mark(g) && (on_gpu || absent_of(storage_of(g)) != nullptr)))
         return false;
     if (has_mark(g) && of_any_pending()) // else its mark is an old one
         launch_others(g, of_launch_at);  // a scaling stays pending: the update applies its factor
@@ -293,11 +292,6 @@ of_found look_up(Plan *plan, Slot *slot, of_inputs *in) {
     const at::Tensor &grad = gradient_of(slot->param);
     if (!grad.defined())
         return OF_FOUND_NOTHING;
-    if (in->in_backward) {
-        const of_found found = look_in_backward(slot, slot->param, grad);
-        if (found != OF_FOUND_INPUTS)
-            return found;
-    }
     return collect_usual(slot, grad, in) ? OF_FOUND_INPUTS : collect_special(plan, slot, grad, in);
 }
 

@@ -9,8 +9,8 @@
 #include <atomic>
 #include <string>
 
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
 #include "guard.h"
 
 namespace optfuse {

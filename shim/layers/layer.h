@@ -10,19 +10,17 @@
 #include <string>
 #include <vector>
 
+#include "base/pinned.h"
 #include "planners/layer_user.h"
-#include "promises/layer.h"
 
 namespace optfuse {
 
-struct Layer {
+struct Layer : Pinned {
     Layer(size_t n, std::string called, const of_layer_user &by, bool wants_side)
         : number(n), name(std::move(called)), user(by), beside(wants_side) {
         user.retain(user.ctx);
     }
     ~Layer() { user.release(user.ctx); }
-    Layer(const Layer &) = delete;
-    Layer &operator=(const Layer &) = delete;
 
     size_t number;
     std::string name; // of the module, as errors and profilers name it
@@ -91,12 +89,24 @@ class InputWeight {
     at::Tensor weight_;
 };
 
+// Who may promise the gradient of a weight (promises/layer.h). Any thread calls.
+class Promiser {
+  public:
+    virtual ~Promiser() = default;
+    // Whether it is worth asking for the gradient of a use with so many rows.
+    virtual bool takes(int64_t rows, const at::Tensor &weight) const = 0;
+    // Behind at::linear() of this weight, which has recorded nodes with this number and above: has
+    // autograd's node ask for a promise.
+    virtual void ask_behind_linear(const at::Tensor &output, const at::Tensor &weight,
+                                   uint64_t first_node) = 0;
+};
+
 // The users of a weight; each may be null.
 struct Known {
     std::shared_ptr<Layer> layer;              // when its tasks run
     std::shared_ptr<Watched> watched;          // who looks at them
     std::shared_ptr<InputWeight> input_weight; // what dX reads
-    std::shared_ptr<PromisingLayer> promising; // whose dW may be promised
+    std::shared_ptr<Promiser> promising;       // whose dW may be promised
 
     explicit operator bool() const { return has_tasks() || promising; }
     // Whether nodes of ours stand behind a use (tasks.h). Where a gradient may be promised, and no
@@ -145,9 +155,9 @@ void forget_input_weights(int64_t owner);
 
 // From here on the gradient of this weight may be promised, if no other layer's is already. The
 // caller keeps the weight alive until it is forgotten.
-void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<PromisingLayer> &layer);
-void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer);
+void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<Promiser> &layer);
+void forget_promising(const c10::TensorImpl *weight, const Promiser *layer);
 // Null: it may not.
-std::shared_ptr<PromisingLayer> promising_layer(const at::Tensor &weight);
+std::shared_ptr<Promiser> promising_layer(const at::Tensor &weight);
 
 } // namespace optfuse

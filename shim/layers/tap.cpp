@@ -24,12 +24,11 @@
 #include <unordered_map>
 
 #include "base/clock.h"
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
 #include "layers/layer.h"
 #include "layers/rehearsal.h"
 #include "layers/tasks.h"
-#include "promises/operators.h"
 
 namespace optfuse {
 namespace {
@@ -184,7 +183,7 @@ at::Tensor linear(const at::Tensor &x, const at::Tensor &w, const MaybeTensor &b
     const uint64_t first_node = at::sequence_number::peek();
     at::Tensor y = at::native::linear(x, w, b);
     if (use.known.promising)
-        ask_behind_linear(use.known.promising, y, w, first_node);
+        use.known.promising->ask_behind_linear(y, w, first_node);
     return y;
 }
 
@@ -348,10 +347,10 @@ void set_input_weights(int64_t owner, const std::vector<at::Tensor> &weights,
         put_kernels(known);
 }
 
-void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<PromisingLayer> &layer) {
+void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<Promiser> &layer) {
     Registry &known = registry();
     const std::unique_lock<std::shared_mutex> lock(known.lock);
-    std::shared_ptr<PromisingLayer> &of = known.layers[weight].promising;
+    std::shared_ptr<Promiser> &of = known.layers[weight].promising;
     if (!of)
         of = layer;
     known.stays = true;
@@ -359,11 +358,11 @@ void know_promising(const c10::TensorImpl *weight, const std::shared_ptr<Promisi
         put_kernels(known);
 }
 
-std::shared_ptr<PromisingLayer> promising_layer(const at::Tensor &weight) {
+std::shared_ptr<Promiser> promising_layer(const at::Tensor &weight) {
     return known_by(weight).promising;
 }
 
-void forget_promising(const c10::TensorImpl *weight, const PromisingLayer *layer) {
+void forget_promising(const c10::TensorImpl *weight, const Promiser *layer) {
     Registry &known = registry();
     const std::unique_lock<std::shared_mutex> lock(known.lock);
     const auto found = known.layers.find(weight);

@@ -19,8 +19,8 @@
 
 #include "base/compat.h"
 #include "base/error.h"
-#include "guard.h"
 #include "gpu/beside.h"
+#include "guard.h"
 
 namespace optfuse {
 namespace {

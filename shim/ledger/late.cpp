@@ -8,10 +8,10 @@
 #include "base/error.h"
 #include "guard.h"
 #include "ledger/ledger.h"
+#include "plan/slots.h"
 #include "python/callback.h"
 #include "recorded/ahead.h"
 #include "shim.h"
-#include "plan/slots.h"
 
 namespace optfuse {
 

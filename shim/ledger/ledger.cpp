@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "autograd/backward.h"
-#include "base/error.h"
 #include "base/device.h"
+#include "base/error.h"
 #include "guard.h"
+#include "plan/slots.h"
 #include "python/callback.h"
 #include "shim.h"
-#include "plan/slots.h"
 
 namespace optfuse {
 

@@ -7,6 +7,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/pinned.h"
 #include "ledger/reader.h"
 #include "plan/plan.h"
 
@@ -14,11 +15,9 @@ namespace optfuse {
 
 // The functions throw, and then the plan has been told nothing by halves: what was told of is
 // told again. They are called without Python's GIL.
-class Ledger {
+class Ledger : Pinned {
   public:
     explicit Ledger(Plan &its) : plan(its) {}
-    Ledger(const Ledger &) = delete;
-    Ledger &operator=(const Ledger &) = delete;
 
     // Tells the plan of all parameters and groups from the start. After a failure the next step
     // does it again.

@@ -3,20 +3,22 @@
 // the address of an of_shim_plan.
 #include <torch/library.h>
 
-#include "plan/arguments.h"
-#include "autograd/backward.h"
+#include "absent/awaited.h"
 #include "absent/consumed.h"
+#include "autograd/backward.h"
 #include "autograd/dtensor_gradients.h"
 #include "base/error.h"
+#include "base/threads.h"
 #include "doors/gpu_trial.h"
-#include "plan/plan.h"
-#include "python/gil.h"
-#include "plan/slots.h"
-#include "absent/awaited.h"
 #include "memory/exchange.h"
 #include "memory/memory.h"
+#include "plan/arguments.h"
+#include "plan/plan.h"
 #include "plan/references.h"
-#include "base/threads.h"
+#include "plan/scalars.h"
+#include "plan/slots.h"
+#include "promises/layer.h"
+#include "python/gil.h"
 
 namespace optfuse {
 namespace {
@@ -34,6 +36,7 @@ void set_slots(int64_t address, const std::vector<at::Tensor> &params,
     for (size_t i = 0; i < params.size(); i++) {
         add_slot(plan, params[i], static_cast<size_t>(groups[i]), eager[i] != 0, tried[i],
                  labels[i]);
+        let_promise(plan, plan.slots[i]);
         if (used[i] != 0)
             set_used(*plan.slots[i], static_cast<uint64_t>(used[i]));
         note_versions(*plan.slots[i]);
@@ -56,7 +59,7 @@ void set_device_scalars(int64_t address, const std::vector<std::optional<at::Ten
     std::vector<at::Tensor> rates;
     for (const auto &rate : lr)
         rates.push_back(rate ? *rate : at::Tensor());
-    plan_at(address).scalars.set(std::move(rates), grad_scale ? *grad_scale : at::Tensor(),
+    plan_at(address).scalars->set(std::move(rates), grad_scale ? *grad_scale : at::Tensor(),
                                  found_inf ? *found_inf : at::Tensor());
 }
 

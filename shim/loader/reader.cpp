@@ -6,10 +6,10 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "plan/slots.h"
 #include "python/callback.h"
 #include "python/interpreter.h"
 #include "shim.h"
-#include "plan/slots.h"
 
 namespace optfuse {
 namespace {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/pinned.h"
 #include "ledger/ledger.h"
 #include "plan/owner.h"
 #include "python/callback.h"
@@ -55,13 +56,11 @@ class PythonOwner final : public Owner {
 
 // For one call of the ledger. Made and destroyed with the GIL; the functions take it where they
 // need it.
-class PythonReader final : public OptimizerReader {
+class PythonReader final : public OptimizerReader, Pinned {
   public:
     // optimizer: or nullptr, for the one that is weakly known.
     explicit PythonReader(PythonOwner &its, of_object *its_optimizer = nullptr);
     ~PythonReader() { held.drop(); }
-    PythonReader(const PythonReader &) = delete;
-    PythonReader &operator=(const PythonReader &) = delete;
     bool is_alive() const; // optimizer and link are there
     void check_pass(bool only_adds);
     void await_reduction();

@@ -14,7 +14,7 @@ namespace {
 bool has_own_memory(const at::Tensor &t) {
     c10::StorageImpl *memory = storage_of(t.unsafeGetTensorImpl());
     return t.is_cpu() && t.storage_offset() == 0 && memory->nbytes() == t.nbytes() &&
-           !is_promise(memory) && (is_private(memory, 0) || !OF_GUARD(exchange));
+           absent_of(memory) == nullptr && (is_private(memory, 0) || !OF_GUARD(exchange));
 }
 
 void exchange_memory(const at::Tensor &a, const at::Tensor &b) {

@@ -3,8 +3,10 @@
 // own way is two calls, one of them virtual.
 #pragma once
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/compat.h"
@@ -22,6 +24,20 @@ inline const at::Tensor &gradient_of(const c10::TensorImpl *param) {
     const auto *record = autograd_record(param);
     const auto *meta = static_cast<const torch::autograd::AutogradMeta *>(record);
     return meta != nullptr ? meta->grad_ : param->grad();
+}
+
+// Whether this is true of a hook that comes behind the gradient's way into .grad.
+template <class Test> bool any_later_hook(c10::TensorImpl *param, const Test &test) {
+    const auto *meta = static_cast<torch::autograd::AutogradMeta *>(param->autograd_meta());
+    const auto accumulator = meta->grad_accumulator_.lock();
+    return accumulator && std::any_of(accumulator->post_hooks().begin(),
+                                      accumulator->post_hooks().end(), test);
+}
+
+// Whether something is called after autograd has completed the gradient of this parameter, as
+// DistributedDataParallel is.
+inline bool is_reduced_later(c10::TensorImpl *param) {
+    return any_later_hook(param, [](const auto &) { return true; });
 }
 
 } // namespace optfuse

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // memory.h: the raw memory of tensors, past the seal, and whether others share it. The seal says that
-// a storage's numbers are absent (promised, used up) or late (an update or a scaling is pending, a
-// reduction on its way). Whoever reads numbers past the dispatcher takes const_data_ptr(), which
-// raises then; only what belongs to an update or a scaling reads past the seal, once the core has
-// settled what came before.
+// a storage's numbers are absent or late (absent.h). Whoever reads numbers past the dispatcher takes
+// const_data_ptr(), which raises then; only what belongs to an update or a scaling reads past the
+// seal, once the core has settled what came before.
 #pragma once
 
 #include <c10/core/Allocator.h>
 
 #include "base/compat.h"
 #include "base/device.h"
-#include "promises/promise.h"
+#include "memory/absent.h"
 
 namespace optfuse {
 
@@ -33,20 +32,17 @@ inline bool equal(c10::IntArrayRef a, c10::IntArrayRef b) {
     return same;
 }
 
-// That of the memory which PyTorch's allocator for the CPU gives (host.cpp).
-[[gnu::visibility("hidden")]] extern const c10::DeleterFnPtr cpu_deleter;
-
-// Allocated by PyTorch for one process alone, or a promise's (promises/promise.h).
+// Allocated by PyTorch for one process alone, or to be.
 inline bool is_own(const c10::DataPtr &data) {
-    return data.device().is_cpu() ? data.get_deleter() == cpu_deleter ||
-                                        data.get_deleter() == free_promise
-                                  : is_gpu_deleter(data.get_deleter(), data.device());
+    if (!data.device().is_cpu())
+        return is_gpu_deleter(data.get_deleter(), data.device());
+    const Absent *kind = absent_by(data.get_deleter());
+    return kind != nullptr && kind->make != nullptr;
 }
 
 // The same for most memory, without a call.
 [[gnu::always_inline]] inline bool is_own(const c10::StorageImpl *storage) {
-    auto *any = const_cast<c10::StorageImpl *>(storage); // there is no such function of a const one
-    const c10::DataPtr &data = any->_mutable_data_ptr_no_checks();
+    const c10::DataPtr &data = data_ptr_of(storage);
     return data.get_deleter() == cpu_deleter || is_own(data);
 }
 

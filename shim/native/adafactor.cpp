@@ -9,9 +9,9 @@
 #include <cmath>
 #include <limits>
 
-#include "native/native.h"
 #include "guard.h"
 #include "memory/memory.h"
+#include "native/native.h"
 
 namespace optfuse {
 namespace {

@@ -8,8 +8,8 @@
 #include <cmath>
 
 #include "base/compat.h"
-#include "native/native.h"
 #include "guard.h"
+#include "native/native.h"
 
 namespace optfuse {
 namespace {

@@ -5,9 +5,9 @@
 #include <functional>
 
 #include "base/device.h"
-#include "plan/plan.h"
 #include "memory/gradient.h"
 #include "memory/memory.h"
+#include "plan/plan.h"
 #include "plan/refuse.h"
 
 namespace optfuse {
@@ -82,7 +82,7 @@ bool is_in_other_state(const Slot *slot, const c10::TensorImpl *tensor) {
 
 Overlap overlap_of_gradient(const Slot *slot, const c10::TensorImpl *gradient) {
     const bool is_alone =
-        is_promise(gradient) || (is_private(storage_of(gradient), 0) && is_held_once(gradient));
+        is_absent(gradient) || (is_private(storage_of(gradient), 0) && is_held_once(gradient));
     return is_alone ? Overlap() : overlap_of(slot, gradient);
 }
 

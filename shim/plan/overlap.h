@@ -17,14 +17,6 @@ namespace optfuse {
 
 struct Slot;
 
-// A tensor that an update writes, as it was at the beginning of a step().
-struct Written {
-    const c10::StorageImpl *storage;
-    const c10::TensorImpl *tensor;
-    size_t slot;
-    enum Kind { STATE, GRADIENT, PARAM } kind;
-};
-
 // The writes of other slots of the plan to the memory of a tensor of this slot's.
 struct Overlap {
     bool before = false;       // slots before it write parameter or state there

@@ -13,30 +13,53 @@
 #include <string>
 #include <vector>
 
-#include "absent/consumed.h"
-#include "memory/heap.h"
 #include "base/compat.h"
-#include "plan/scalars.h"
-#include "native/native.h"
 #include "optfuse.h"
 #include "plan/owner.h"
-#include "promises/layer.h"
-#include "shim.h"
-#include "plan/overlap.h"
 #include "plan/programs.h"
+#include "shim.h"
 
 namespace optfuse {
 
+class DeviceScalars;
+class PromisingLayer;
+struct NativeInputs;
 struct Plan;
-
+struct Slot;
 namespace recorded {
-class Ahead;
 struct GradTable;
 }
 
 // Dtype and device of a parameter in one number, as _place_of() of _gpu.py; or that every
 // place will do.
 constexpr int64_t ANYWHERE = -1;
+
+// How many steps of an optimizer have confirmed what backward fusion has done before them.
+using Steps = std::atomic<uint64_t>;
+// A number of a use of a consumed gradient (absent/consumed.h) that none has.
+constexpr uint64_t kNoUse = 1;
+
+// A tensor that an update writes, as it was at the beginning of a step().
+struct Written {
+    const c10::StorageImpl *storage;
+    const c10::TensorImpl *tensor;
+    size_t slot;
+    enum Kind { STATE, GRADIENT, PARAM } kind;
+};
+
+// Backward mode, of a class whose step() is recorded: lines that wait for their parameter's gradient
+// (recorded/ahead.h).
+struct Lines {
+    // Whether nobody but these, their owner and the core holds the memory of the parameter and its
+    // state.
+    virtual bool knows_all_users(const Slot &slot) const = 0;
+    virtual void run(size_t slot, const at::Tensor &gradient) = 0;
+
+  protected:
+    ~Lines() = default;
+};
+
+enum class Promising { OFF, AUTO, FORCED }; // FORCED: of any size, at once; for tests
 
 // The part of a slot that an update by a kernel reads, in as few cache lines as will do.
 struct alignas(OF_CACHE_LINE) UsualSlot {
@@ -89,7 +112,7 @@ struct Slot : UsualSlot {
     const c10::TensorImpl *part = nullptr; // .grad, while it is a part of a bucket; compared only
     // An average behind the last update, if another thread has launched that and left the mark.
     WeakTensor marked_average{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-    std::shared_ptr<PromisingLayer> promising; // or null
+    std::shared_ptr<void> promising; // while it lives the gradient may be promised; or null
     // During step(): the DTensor of the gradient, as `wrappers` has that of the parameter.
     c10::TensorImpl *gradient_wrapper = nullptr;
 
@@ -112,11 +135,8 @@ inline bool writes_gradient(const Slot *slot) {
 // of_shim_plan is a Plan. Gradient hooks share it, so that it and its core
 // outlive them; `self` is the loader's share.
 struct Plan {
-    ~Plan() {
-        of_plan_release(core);
-        if (uses_heap.load(std::memory_order_relaxed))
-            of_heap_leave();
-    }
+    Plan();
+    ~Plan();
     std::shared_ptr<Plan> self;
     of_plan *core = nullptr;
     Owner *owner = nullptr; // outlives the plan, or has closed it
@@ -124,7 +144,7 @@ struct Plan {
     of_mode mode = OF_FORWARD;
     bool folds = true; // clipping and unscaling may leave gradients to the update
     const of_rule *rule = nullptr;
-    NativeUpdate *native = nullptr; // backward mode: else the class's own step() updates
+    bool (*native)(const NativeInputs &in) = nullptr; // backward mode: else the class's own step()
     std::vector<std::vector<double>> numbers; // its options, of each group
     std::vector<Slot *> slots;     // owned by the core, in its order
     // Slots, and the tensors that they know, change with one of these: with `alone` in step(),
@@ -141,8 +161,8 @@ struct Plan {
     std::atomic<pthread_t> stepping{};
     // While updates of a launch are settled: may_take_marks_off(). The core's lock.
     bool takes_marks_off = false;
-    DeviceScalars scalars;
-    std::shared_ptr<recorded::Ahead> ahead; // backward mode, of a class whose step() is recorded
+    const std::unique_ptr<DeviceScalars> scalars;
+    std::shared_ptr<Lines> ahead;
     // Backward mode, of a class that is registered: what .grad is in its step().
     std::shared_ptr<recorded::GradTable> grad_table;
     // In backward mode: all updates of this pass are left to step(), which the class takes by itself.

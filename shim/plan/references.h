@@ -10,9 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "optfuse.h"
+#include "base/pinned.h"
 #include "memory/memory.h"
 #include "memory/proxies.h"
+#include "optfuse.h"
 
 namespace optfuse {
 
@@ -22,7 +23,7 @@ struct Slot;
 enum { FACTOR = 3 }; // of OnGpu::scalars
 
 // Storages of the parts of an update. Most have few: other places are neither made nor destroyed.
-class Storages {
+class Storages : Pinned {
   public:
     using Pointer = c10::intrusive_ptr<c10::StorageImpl>;
     Storages() { new (&at[0]) Pointer(); }
@@ -30,8 +31,6 @@ class Storages {
         for (; n != 0; n--)
             at[n - 1].~Pointer();
     }
-    Storages(const Storages &) = delete;
-    Storages &operator=(const Storages &) = delete;
     // i: 0, or of one that has been put there.
     Pointer &operator[](size_t i) { return at[i]; }
     const Pointer &operator[](size_t i) const { return at[i]; }
@@ -76,6 +75,12 @@ struct Behind {
     std::shared_ptr<const Program> program;
 };
 
+// of_average.host.
+struct DeferredAverage {
+    const at::Tensor &average;
+    const std::shared_ptr<const Program> &program;
+};
+
 struct OnGpu {
     of_stream stream;      // where the update runs if it was deferred,
     of_stream ready;       // and if not
@@ -107,9 +112,6 @@ struct References {
         return *special;
     }
 };
-
-// The tensors of an update or scaling on a GPU are used there later than their owners may think.
-void record_all(References *refs);
 
 [[gnu::always_inline]] inline void take_part(References *refs, of_inputs *in,
                                              c10::TensorImpl *impl) {

@@ -6,10 +6,9 @@
 
 #include "base/compat.h"
 #include "base/device.h"
-#include "gpu/place.h"
 #include "guard.h"
-#include "plan/plan.h"
 #include "memory/memory.h"
+#include "plan/plan.h"
 #include "plan/refuse.h"
 
 namespace optfuse {
@@ -277,6 +276,14 @@ of_found check_strides(const Slot *slot, const c10::TensorImpl *p, const c10::Te
     return refuse(slot, "", "or its gradient or state has holes or other strides",
                   ", where PyTorch's operators round 16 bits once more: make them contiguous, or "
                   "fuse the optimizer again");
+}
+
+bool step_is_on_gpu(const Slot *slot) {
+    return slot->step.defined() && is_gpu(slot->step.unsafeGetTensorImpl()->device());
+}
+
+bool counts_on_gpu(const Slot *slot) {
+    return slot->plan->rule->counts_on_gpu && is_gpu(slot->param->device());
 }
 
 of_found check_step(const Slot *slot, const c10::TensorImpl *p) {

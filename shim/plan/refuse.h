@@ -66,6 +66,9 @@ of_found check_apart(const Slot *slot, const c10::TensorImpl *p, const c10::Tens
 of_found check_strides(const Slot *slot, const c10::TensorImpl *p, const c10::TensorImpl *g,
                        unsigned used);
 of_found check_step(const Slot *slot, const c10::TensorImpl *p);
+bool step_is_on_gpu(const Slot *slot);
+// The rule's counters have to be there, too.
+bool counts_on_gpu(const Slot *slot);
 // Elements are not what memory holds: negated or zero by a flag, and resolved
 // only by PyTorch's own operators.
 bool is_lazy(const c10::TensorImpl *impl);

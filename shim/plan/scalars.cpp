@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "base/device.h"
-#include "memory/memory.h"
 #include "base/plain_mode.h"
+#include "memory/memory.h"
 #include "plan/references.h"
 
 namespace optfuse {

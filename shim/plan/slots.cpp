@@ -6,26 +6,22 @@
 #include <unordered_map>
 #include <utility>
 
-#include "autograd/backward.h"
 #include "base/error.h"
-#include "layers/layer.h"
 #include "memory/gradient.h"
+#include "memory/heap.h"
+#include "plan/scalars.h"
 
 namespace optfuse {
-namespace {
 
-void let_promise(Plan &plan, Slot *slot) {
-    const bool forced = plan.promising == Promising::FORCED;
-    if (!can_be_promised(slot->param, forced))
-        return;
-    auto &layers = plan.promising_layers;
-    const auto is_its = [slot](const auto &layer) { return layer->label() == slot->label; };
-    const auto found = std::find_if(layers.begin(), layers.end(), is_its);
-    slot->promising = found != layers.end()
-                          ? *found
-                          : layers.emplace_back(new PromisingLayer(slot->label, forced));
-    know_promising(slot->param, slot->promising);
+Plan::Plan() : scalars(std::make_unique<DeviceScalars>()) {}
+
+Plan::~Plan() {
+    of_plan_release(core);
+    if (uses_heap.load(std::memory_order_relaxed))
+        of_heap_leave();
 }
+
+namespace {
 
 // The slots of all plans by their parameters. Never freed: nothing of ours may run at process exit.
 std::mutex slots_lock; // guards slots_by_param
@@ -99,8 +95,6 @@ void add_slot(Plan &plan, const at::Tensor &param, size_t group, bool eager, int
     check(of_plan_add_slot(plan.core, slot, group, eager, &slot->index));
     plan.slots.push_back(slot);
     know_slot(slot);
-    if (plan.promising != Promising::OFF)
-        let_promise(plan, slot);
 }
 
 void set_used(Slot &slot, uint64_t used) {
@@ -108,11 +102,7 @@ void set_used(Slot &slot, uint64_t used) {
     slot.used = used;
 }
 
-Slot::~Slot() {
-    forget_slot(this);
-    if (promising)
-        forget_promising(param, promising.get());
-}
+Slot::~Slot() { forget_slot(this); }
 
 void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
                const std::optional<at::Tensor> &step, bool first) {
@@ -189,16 +179,6 @@ uint64_t state_version(const Slot &slot) {
 void note_versions(Slot &slot) {
     slot.version = param_version(slot);
     slot.state_version = state_version(slot);
-}
-
-void attach(Plan &plan, const std::vector<at::Tensor> &params) {
-    for (size_t i = 0; i < params.size(); i++)
-        if (has_other_gradient_hook(&plan, params[i]))
-            fail("optfuse: " + plan.slots[i]->label +
-                 " already belongs to another optimizer in backward mode; use "
-                 "mode=\"forward\" for both, or unfuse the other first");
-    for (size_t i = 0; i < params.size(); i++)
-        attach_gradient_hook(plan.self, plan.slots[i], params[i]);
 }
 
 } // namespace optfuse

@@ -57,7 +57,5 @@ void note_versions(Slot &slot);
 // .grad of every slot's parameter is None afterwards. With the GIL, if Python is there: what dies may
 // have finalizers.
 void drop_gradients(Plan &plan);
-// Our gradient hook of every parameter of the plan, in the order of its slots.
-void attach(Plan &plan, const std::vector<at::Tensor> &params);
 
 } // namespace optfuse

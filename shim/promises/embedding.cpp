@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "memory/memory.h"
 #include "base/plain_mode.h"
+#include "memory/memory.h"
 
 namespace optfuse {
 namespace {

@@ -6,16 +6,16 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <utility>
+#include <algorithm>
 
 #include "absent/consumed.h"
 #include "base/compat.h"
+#include "base/plain_mode.h"
+#include "plan/refuse.h"
 #include "promises/embedding.h"
 #include "promises/linear.h"
 #include "promises/promise.h"
 #include "promises/trials.h"
-#include "base/plain_mode.h"
-#include "plan/refuse.h"
 
 namespace optfuse {
 namespace {
@@ -56,13 +56,29 @@ bool addresses_are_noted() {
     return (observers.has_value() && observers->needs_inputs_) || !consumed_are_sealed();
 }
 
-} // namespace
-
 bool can_be_promised(const c10::TensorImpl *weight, bool forced) {
     const auto dtype = weight->dtype().toScalarType();
     return weight->device().is_cpu() && weight->dim() == 2 &&
            !weight->key_set().has(c10::DispatchKey::Python) && weight->is_contiguous() &&
            weight->numel() >= (forced ? 1 : kLeastElements) && can_multiply(dtype);
+}
+
+} // namespace
+
+void let_promise(Plan &plan, Slot *slot) {
+    const bool forced = plan.promising == Promising::FORCED;
+    if (plan.promising == Promising::OFF || !can_be_promised(slot->param, forced))
+        return;
+    auto &layers = plan.promising_layers;
+    const auto is_its = [slot](const auto &layer) { return layer->label() == slot->label; };
+    const auto found = std::find_if(layers.begin(), layers.end(), is_its);
+    const std::shared_ptr<PromisingLayer> layer =
+        found != layers.end() ? *found
+                              : layers.emplace_back(new PromisingLayer(slot->label, forced));
+    know_promising(slot->param, layer);
+    slot->promising = std::shared_ptr<void>(nullptr, [weight = slot->param, layer](void *) {
+        forget_promising(weight, layer.get());
+    });
 }
 
 bool PromisingLayer::takes(int64_t rows, const at::Tensor &weight) const {
@@ -133,13 +149,13 @@ void PromisingLayer::note_use(const char *why_not) {
     counts_.because = why_not == nullptr ? counts_.because : why_not;
 }
 
-at::Tensor PromisingLayer::promise(const std::shared_ptr<PromisingLayer> &self,
-                                   const at::Tensor &dy, const at::Tensor &x,
+at::Tensor PromisingLayer::promise(const at::Tensor &dy, const at::Tensor &x,
                                    at::ScalarType dtype) {
     const char *why = why_not(dy, x, dtype);
     note_use(why);
-    return why != nullptr ? at::Tensor()
-                          : make_promise(std::make_shared<const LinearProduct>(dy, x), self);
+    if (why != nullptr)
+        return {};
+    return make_promise(std::make_shared<const LinearProduct>(dy, x), shared_from_this());
 }
 
 bool PromisingLayer::may_promise(const at::Tensor &dy, bool by_rows) {
@@ -150,8 +166,7 @@ bool PromisingLayer::may_promise(const at::Tensor &dy, bool by_rows) {
     return why == nullptr;
 }
 
-at::Tensor PromisingLayer::promise_rows(const std::shared_ptr<PromisingLayer> &self,
-                                        const at::Tensor &dy, const at::Tensor &indices,
+at::Tensor PromisingLayer::promise_rows(const at::Tensor &dy, const at::Tensor &indices,
                                         int64_t rows, int64_t padding) {
     const char *why = why_not_rows(dy, indices, rows);
     note_use(why);
@@ -160,7 +175,7 @@ at::Tensor PromisingLayer::promise_rows(const std::shared_ptr<PromisingLayer> &s
     const PlainMode plain;
     const at::Tensor tokens = dy.reshape({-1, dy.size(-1)});
     return make_promise(std::make_shared<const EmbeddingProduct>(tokens, indices, rows, padding),
-                        self);
+                        shared_from_this());
 }
 
 void PromisingLayer::note(bool was_looked_at) {

@@ -9,14 +9,15 @@
 #include <mutex>
 #include <string>
 
+#include "layers/layer.h"
+#include "plan/plan.h"
 #include "promises/product.h"
 
 namespace optfuse {
 
-enum class Promising { OFF, AUTO, FORCED }; // FORCED: of any size, at once; for tests
-
 // Any thread calls.
-class PromisingLayer {
+class PromisingLayer final : public Promiser,
+                             public std::enable_shared_from_this<PromisingLayer> {
   public:
     PromisingLayer(std::string label, bool forced) : label_(std::move(label)), forced_(forced) {}
 
@@ -31,19 +32,19 @@ class PromisingLayer {
     Counts counts() const;
     const std::string &label() const { return label_; }
 
-    // Whether it is worth asking for the gradient of a use with so many rows.
-    bool takes(int64_t rows, const at::Tensor &weight) const;
+    bool takes(int64_t rows, const at::Tensor &weight) const override;
+    void ask_behind_linear(const at::Tensor &output, const at::Tensor &weight,
+                           uint64_t first_node) override; // operators.cpp
     // Whether this dY may be a factor of a promise, as far as dY alone tells; by_rows: of an
     // embedding's. If not, the gradient counts as computed.
     bool may_promise(const at::Tensor &dy, bool by_rows);
     // The gradient dY' X of such a use as a promise (promise.h), which comes to .grad in this
     // dtype; undefined: compute it.
-    at::Tensor promise(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
-                       const at::Tensor &x, at::ScalarType dtype);
+    at::Tensor promise(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype);
     // The same of a use of an embedding, for so many of its rows and columns, whose tokens have
     // these indices (embedding.h).
-    at::Tensor promise_rows(const std::shared_ptr<PromisingLayer> &self, const at::Tensor &dy,
-                            const at::Tensor &indices, int64_t rows, int64_t padding);
+    at::Tensor promise_rows(const at::Tensor &dy, const at::Tensor &indices, int64_t rows,
+                            int64_t padding);
     // Whether a sum of promises is still small beside the gradient.
     bool takes(const WeightProduct &sum) const;
     void note_added(); // a promise is a part of another one now
@@ -70,7 +71,7 @@ class PromisingLayer {
 // One for all layers, so that a fork has one to take; nothing waits while it is held.
 std::mutex &layers_lock();
 
-// Whether this parameter's gradient may be promised at all.
-bool can_be_promised(const c10::TensorImpl *weight, bool forced);
+// Lets the gradient of a new slot be promised, if the plan wants that and the parameter's can be.
+void let_promise(Plan &plan, Slot *slot);
 
 } // namespace optfuse

@@ -12,11 +12,12 @@
 #include <cstring>
 #include <exception>
 
-#include "guard.h"
 #include "base/mkl.h"
-#include "memory/memory.h"
 #include "base/parallel.h"
+#include "base/pinned.h"
 #include "base/plain_mode.h"
+#include "guard.h"
+#include "memory/memory.h"
 
 namespace optfuse {
 namespace {
@@ -65,11 +66,9 @@ Mkldnn mkldnn_matmul() {
 }
 
 // As long as one lives oneDNN computes on this thread alone, as it does inside a parallel region.
-struct SerialOneDnn {
+struct SerialOneDnn : Pinned {
     SerialOneDnn() { omp_set_num_threads(1); }
     ~SerialOneDnn() { omp_set_num_threads(before); }
-    SerialOneDnn(const SerialOneDnn &) = delete;
-    SerialOneDnn &operator=(const SerialOneDnn &) = delete;
     const int before = omp_get_max_threads();
 };
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// operators.cpp: see operators.h. Stock's own nodes stand behind layers and embeddings. What such a
-// node computes for the weight is one operator, which is ours to answer where an argument is
-// marked: so a hook of the node marks an alias of dY. Of an embedding that is the node's formula;
-// of a layer the product mm(dY', X), beside which the node may compute mm(dY, W) for X.
-#include "promises/operators.h"
-
+// operators.cpp: operators for which a promise is no look, or which make one. Stock's own nodes stand
+// behind layers and embeddings. What such a node computes for the weight is one operator, which is
+// ours to answer where an argument is marked: so a hook of the node marks an alias of dY. Of an
+// embedding that is the node's formula; of a layer the product mm(dY', X), beside which the node may
+// compute mm(dY, W) for X.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
@@ -18,11 +17,11 @@
 #include <utility>
 
 #include "base/compat.h"
+#include "base/threads.h"
 #include "layers/layer.h"
+#include "memory/memory.h"
 #include "promises/layer.h"
 #include "promises/promise.h"
-#include "memory/memory.h"
-#include "base/threads.h"
 
 namespace optfuse {
 namespace {
@@ -36,13 +35,7 @@ using torch::autograd::generated::EmbeddingBackward0;
 using torch::autograd::generated::MmBackward0;
 using torch::autograd::generated::TBackward0;
 using torch::autograd::generated::ToCopyBackward0;
-using torch::jit::Stack;
 
-constexpr size_t kArgumentsOfTo = 8; // of aten::to.dtype_layout
-constexpr size_t kArgumentsOfAdd = 3;
-constexpr size_t kArgumentsOfEmbedding = 5;
-constexpr size_t kArgumentsOfItsBackward = 6;
-constexpr size_t kArgumentsOfMm = 2;
 constexpr int kMostNodesOfLinear = 4; // that at::linear() records down to the product
 
 bool is_in_backward() {
@@ -54,47 +47,44 @@ template <class T> bool is_a(const Node *node) {
 }
 
 // As autocast's node calls it for a weight's gradient. Anything but another dtype is a look.
-bool changes_dtype_only(const c10::TensorImpl *impl, const Stack &stack) {
-    const auto given = [&stack](size_t i) { return torch::jit::peek(stack, i, kArgumentsOfTo); };
-    const c10::IValue layout = given(2), device = given(3), pinned = given(4);
-    return given(1).isInt() && at::isFloatingType(given(1).toScalarType()) &&
-           given(1).toScalarType() != impl->dtype().toScalarType() &&
+bool changes_dtype_only(const c10::TensorImpl *impl, const OperatorCall &call) {
+    const c10::IValue &dtype = call.argument(1), &layout = call.argument(2),
+                      &device = call.argument(3), &pinned = call.argument(4);
+    return dtype.isInt() && at::isFloatingType(dtype.toScalarType()) &&
+           dtype.toScalarType() != impl->dtype().toScalarType() &&
            (layout.isNone() || layout.toLayout() == c10::kStrided) &&
            (device.isNone() || device.toDevice().is_cpu()) &&
-           (pinned.isNone() || !pinned.toBool()) && given(7).isNone();
+           (pinned.isNone() || !pinned.toBool()) && call.argument(7).isNone();
 }
 
-at::Tensor cast_of(const Stack &stack) {
-    const c10::IValue &self = torch::jit::peek(stack, 0, kArgumentsOfTo);
-    const c10::TensorImpl *impl = self.isTensor() ? self.toTensor().unsafeGetTensorImpl() : nullptr;
-    if (impl == nullptr || !is_promise(impl) || !is_as_promised(impl) ||
-        !changes_dtype_only(impl, stack))
-        return {};
-    return cast_promise(storage_of(impl),
-                        torch::jit::peek(stack, 1, kArgumentsOfTo).toScalarType());
-}
-
-const c10::TensorImpl *promise_in(const Stack &stack, size_t i) {
-    const c10::IValue &value = torch::jit::peek(stack, i, kArgumentsOfAdd);
+// Null: the argument is no whole promise.
+const c10::TensorImpl *promise_in(const OperatorCall &call, size_t i) {
+    const c10::IValue &value = call.argument(i);
     const c10::TensorImpl *impl =
         value.isTensor() ? value.toTensor().unsafeGetTensorImpl() : nullptr;
-    const bool is_free = impl != nullptr && is_promise(impl) && is_as_promised(impl) &&
-                         !of_is_pending(storage_of(impl));
-    return is_free ? impl : nullptr;
+    return impl != nullptr && is_as_promised(impl) ? impl : nullptr;
+}
+
+at::Tensor cast_of(const OperatorCall &call) {
+    const c10::TensorImpl *impl = promise_in(call, 0);
+    if (impl == nullptr || !changes_dtype_only(impl, call))
+        return {};
+    return cast_promise(storage_of(impl), call.argument(1).toScalarType());
 }
 
 // Arguments: two tensors, and a factor of the second. in_place: the first becomes the sum.
-at::Tensor added(const Stack &stack, bool in_place) {
-    const c10::TensorImpl *to = promise_in(stack, 0), *other = promise_in(stack, 1);
-    const c10::IValue &factor = torch::jit::peek(stack, 2, kArgumentsOfAdd);
-    if (to == nullptr || other == nullptr || to->sizes() != other->sizes() || !factor.isInt() ||
+at::Tensor added(const OperatorCall &call, bool in_place) {
+    const c10::TensorImpl *to = promise_in(call, 0), *other = promise_in(call, 1);
+    const c10::IValue &factor = call.argument(2);
+    if (to == nullptr || other == nullptr || of_is_pending(storage_of(to)) ||
+        of_is_pending(storage_of(other)) || to->sizes() != other->sizes() || !factor.isInt() ||
         factor.toInt() != 1)
         return {};
     if (!in_place)
         return sum_of_promises(storage_of(to), storage_of(other));
     if (!add_promise(storage_of(to), storage_of(other)))
         return {};
-    at::Tensor self = torch::jit::peek(stack, 0, kArgumentsOfAdd).toTensor();
+    at::Tensor self = call.argument(0).toTensor();
     self.unsafeGetTensorImpl()->bump_version();
     return self;
 }
@@ -176,70 +166,19 @@ struct AskForPromise final : torch::autograd::FunctionPreHook {
 };
 
 // Arguments: dY, indices, rows of the weight, padding index, by frequency, sparse.
-at::Tensor gradient_of_embedding(const Stack &stack) {
-    const auto given = [&stack](size_t i) -> const c10::IValue & {
-        return torch::jit::peek(stack, i, kArgumentsOfItsBackward);
-    };
+at::Tensor gradient_of_embedding(const OperatorCall &call) {
     const Asked now = std::exchange(asked_here, {});
-    if (!refers_to(now.dy, given(0)))
+    if (!refers_to(now.dy, call.argument(0)))
         return {};
-    const at::Tensor dy = given(0).toTensor();
+    const at::Tensor dy = call.argument(0).toTensor();
     unmark(dy.unsafeGetTensorImpl());
-    return now.layer->promise_rows(now.layer, dy, given(1).toTensor(), given(2).toInt(),
-                                   given(3).toInt());
+    return now.layer->promise_rows(dy, call.argument(1).toTensor(), call.argument(2).toInt(),
+                                   call.argument(3).toInt());
 }
 
-} // namespace
-
-bool answer_with_promise(const char *op, Stack *stack, size_t n) {
-    if ((n != kArgumentsOfTo && n != kArgumentsOfItsBackward && n != kArgumentsOfAdd) ||
-        !is_in_backward() || at::GradMode::is_enabled())
-        return false;
-    at::Tensor answer;
-    // PyTorch shares out casts and embeddings' gradients of any size, sums of large tensors only.
-    const bool is_sum = n == kArgumentsOfAdd;
-    if (n == kArgumentsOfTo && std::strcmp(op, "aten::to") == 0)
-        answer = cast_of(*stack);
-    else if (n == kArgumentsOfAdd && std::strcmp(op, "aten::add") == 0)
-        answer = added(*stack, false);
-    else if (n == kArgumentsOfAdd && std::strcmp(op, "aten::add_") == 0)
-        answer = added(*stack, true);
-    else if (std::strcmp(op, "aten::embedding_backward") == 0 && is_asked_now())
-        answer = gradient_of_embedding(*stack);
-    if (!answer.defined())
-        return false;
-    set_threads_as_operators(is_sum ? answer.numel() : kSharedOut);
-    torch::jit::drop(*stack, n);
-    stack->emplace_back(std::move(answer));
-    return true;
-}
-
-bool answer_product_with_promise(const char *op, Stack *stack, size_t n) {
-    if (n != kArgumentsOfMm || std::strcmp(op, "aten::mm") != 0 || !is_asked_now() ||
-        !refers_to(std::exchange(asked_here.transposed, nowhere()), torch::jit::peek(*stack, 0, n)))
-        return false;
-    const Asked now = std::exchange(asked_here, {});
-    const at::Tensor dy(now.dy.lock()), &x = torch::jit::peek(*stack, 1, n).toTensor();
-    unmark(dy.unsafeGetTensorImpl());
-    at::Tensor answer = now.layer->promise(now.layer, dy, x, now.dtype);
-    if (!answer.defined())
-        return false;
-    torch::jit::drop(*stack, n);
-    stack->emplace_back(std::move(answer));
-    return true;
-}
-
-bool is_no_look(const char *op, const c10::TensorImpl *impl) {
-    if (!is_in_backward())
-        return false;
-    return is_promise(impl) ? std::strcmp(op, "aten::detach") == 0
-                            : asked_here.dy._unsafe_get_target() == impl && is_asked_now();
-}
-
-bool transposes_in_backward(const char *op, const Stack &stack, size_t n) {
-    if (n != 1 || std::strcmp(op, "aten::t") != 0 || !is_in_backward())
-        return false;
-    const c10::IValue &self = torch::jit::peek(stack, 0, n);
+// Whether such a node, or at::linear()'s behind it, transposes dY or the promise. What that makes
+// stays marked.
+bool is_transposed_in_backward(const c10::IValue &self) {
     if (!is_promise(self.toTensor().unsafeGetTensorImpl()))
         return refers_to(asked_here.dy, self) && is_asked_now();
     const auto node = torch::autograd::get_current_node();
@@ -247,29 +186,111 @@ bool transposes_in_backward(const char *op, const Stack &stack, size_t n) {
            is_a<MmBackward0>(node.get());
 }
 
-void note_transposed(const at::Tensor &output) {
+bool transpose(const OperatorCall &call) {
+    if (!is_transposed_in_backward(call.argument(0)))
+        return false;
+    const c10::impl::ExcludeDispatchKeyGuard seen(kPendingKey); // its kernel calls others
+    call.go_on();
+    const at::Tensor &output = call.stack->back().toTensor();
     if (!is_promise(output.unsafeGetTensorImpl()))
         asked_here.transposed = weak(output);
+    return true;
 }
 
-std::shared_ptr<PromisingLayer> promising_embedding(const char *op, const Stack &stack, size_t n) {
-    if (n != kArgumentsOfEmbedding || std::strcmp(op, "aten::embedding") != 0 ||
-        !at::GradMode::is_enabled())
-        return nullptr;
-    const c10::IValue &weight = torch::jit::peek(stack, 0, n);
-    const bool by_frequency = torch::jit::peek(stack, 3, n).toBool();
-    const bool is_sparse = torch::jit::peek(stack, 4, n).toBool();
-    return by_frequency || is_sparse ? nullptr : promising_layer(weight.toTensor());
+// From here on the operator has answered so.
+void put(const OperatorCall &call, at::Tensor answer) {
+    torch::jit::drop(*call.stack, call.n());
+    call.stack->emplace_back(std::move(answer));
 }
 
-void ask_behind_embedding(const std::shared_ptr<PromisingLayer> &layer, const at::Tensor &output) {
-    auto *node = dynamic_cast<EmbeddingBackward0 *>(output.grad_fn().get());
-    if (node != nullptr)
-        node->add_pre_hook(std::make_unique<AskForPromise>(layer, node, 0));
+bool promise_product(const OperatorCall &call) {
+    if (!is_asked_now() ||
+        !refers_to(std::exchange(asked_here.transposed, nowhere()), call.argument(0)))
+        return false;
+    const Asked now = std::exchange(asked_here, {});
+    const at::Tensor dy(now.dy.lock()), &x = call.argument(1).toTensor();
+    unmark(dy.unsafeGetTensorImpl());
+    at::Tensor answer = now.layer->promise(dy, x, now.dtype);
+    if (!answer.defined())
+        return false;
+    put(call, std::move(answer));
+    return true;
 }
 
-void ask_behind_linear(const std::shared_ptr<PromisingLayer> &layer, const at::Tensor &output,
-                       const at::Tensor &weight, uint64_t first_node) {
+bool ask_behind_embedding(const OperatorCall &call) {
+    const bool by_frequency = call.argument(3).toBool(), is_sparse = call.argument(4).toBool();
+    if (!at::GradMode::is_enabled() || by_frequency || is_sparse)
+        return false;
+    const auto layer = promising_layer(call.argument(0).toTensor());
+    if (!layer)
+        return false;
+    call.go_on();
+    const at::Tensor &output = call.stack->back().toTensor();
+    if (auto *node = dynamic_cast<EmbeddingBackward0 *>(output.grad_fn().get()))
+        node->add_pre_hook(std::make_unique<AskForPromise>(
+            std::static_pointer_cast<PromisingLayer>(layer), node, 0));
+    return true;
+}
+
+bool is(const OperatorCall &call, const char *name) { return std::strcmp(call.name(), name) == 0; }
+
+// dY stays marked where the node that asks for a promise uses it.
+Run answer_dy(const char *, c10::TensorImpl *impl, bool) {
+    return asked_here.dy._unsafe_get_target() == impl && is_in_backward() && is_asked_now()
+               ? go_on
+               : nullptr;
+}
+
+// Autograd puts a promise into .grad.
+Run answer_promise(const char *op, c10::TensorImpl *, bool) {
+    return is_in_backward() && std::strcmp(op, "aten::detach") == 0 ? go_on : nullptr;
+}
+
+// If autograd casts a promise on its way, adds one to another, transposes one, or computes the
+// gradient of an embedding that may be promised: puts the promise in the place of the arguments.
+bool answer_with_promise(const OperatorCall &call) {
+    const size_t n = call.n(); // operators have overloads
+    if ((n != 1 && n != 3 && n != 6 && n != 8) || !is_in_backward())
+        return false;
+    if (n == 1 && is(call, "aten::t"))
+        return transpose(call);
+    if (at::GradMode::is_enabled())
+        return false;
+    at::Tensor answer;
+    // PyTorch shares out casts and embeddings' gradients of any size, sums of large tensors only.
+    const bool is_sum = n == 3;
+    if (n == 8 && is(call, "aten::to")) // of a dtype and layout
+        answer = cast_of(call);
+    else if (is_sum && is(call, "aten::add"))
+        answer = added(call, false);
+    else if (is_sum && is(call, "aten::add_"))
+        answer = added(call, true);
+    else if (n == 6 && is(call, "aten::embedding_backward") && is_asked_now())
+        answer = gradient_of_embedding(call);
+    if (!answer.defined())
+        return false;
+    set_threads_as_operators(is_sum ? answer.numel() : kSharedOut);
+    put(call, std::move(answer));
+    return true;
+}
+
+// If the operator is the product for a weight, which may be promised: puts the promise in the place
+// of the arguments. Behind aten::embedding: has autograd's node ask for one.
+bool end_with_promise(const OperatorCall &call) {
+    const size_t n = call.n();
+    if (n == 2 && is(call, "aten::mm"))
+        return promise_product(call);
+    return n == 5 && is(call, "aten::embedding") && ask_behind_embedding(call);
+}
+
+} // namespace
+
+const Absent absent::promised = {free_promise,     answer_promise,      keep_promise,
+                                 update_by_panels, answer_with_promise, end_with_promise};
+const Absent absent::asked = {nullptr, answer_dy};
+
+void PromisingLayer::ask_behind_linear(const at::Tensor &output, const at::Tensor &weight,
+                                       uint64_t first_node) {
     const Edge to_weight = torch::autograd::impl::gradient_edge(weight);
     Node *node = torch::autograd::impl::grad_fn_unsafe(output);
     for (int i = 0; i < kMostNodesOfLinear && node != nullptr && node->sequence_nr() >= first_node;
@@ -278,7 +299,8 @@ void ask_behind_linear(const std::shared_ptr<PromisingLayer> &layer, const at::T
         if (of_weight == 2 || is_a<MmBackward0>(node)) {
             const Node *transposed = node->next_edge(of_weight).function.get();
             if (is_a<TBackward0>(transposed) && transposed->next_edge(0) == to_weight)
-                node->add_pre_hook(std::make_unique<AskForPromise>(layer, node, of_weight));
+                node->add_pre_hook(
+                    std::make_unique<AskForPromise>(shared_from_this(), node, of_weight));
             return;
         }
         node = node->num_outputs() == 0 ? nullptr : node->next_edge(0).function.get();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/pinned.h"
 #include "floating.h"
 #include "optfuse.h"
 
@@ -50,7 +51,7 @@ class Buffer {
 };
 
 // A panel's memory as long as this lives. Products inside of products have others.
-class Room {
+class Room : Pinned {
   public:
     explicit Room(size_t bytes) {
         if (buffers().size() <= depth())
@@ -61,8 +62,6 @@ class Room {
         depth()++;
     }
     ~Room() { depth()--; }
-    Room(const Room &) = delete;
-    Room &operator=(const Room &) = delete;
     void *memory() const { return memory_; }
 
   private:
@@ -78,12 +77,10 @@ class Room {
 };
 
 // As long as it lives the thread computes with this setting of denormals.
-class Floating {
+class Floating : Pinned {
   public:
     explicit Floating(unsigned setting) { of_floating_set(setting); }
     ~Floating() { of_floating_set(outside); }
-    Floating(const Floating &) = delete;
-    Floating &operator=(const Floating &) = delete;
 
   private:
     const unsigned outside = of_floating_now();

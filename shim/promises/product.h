@@ -11,15 +11,14 @@
 #include <memory>
 
 #include "base/parallel.h"
+#include "base/pinned.h"
 
 namespace optfuse {
 
 // dW, rows x columns, of the weight's layout.
-class WeightProduct {
+class WeightProduct : Pinned {
   public:
     virtual ~WeightProduct() = default;
-    WeightProduct(const WeightProduct &) = delete;
-    WeightProduct &operator=(const WeightProduct &) = delete;
 
     int64_t rows() const { return rows_; }
     int64_t columns() const { return columns_; }

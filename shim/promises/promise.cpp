@@ -3,7 +3,6 @@
 #include "promises/promise.h"
 
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -13,10 +12,10 @@
 #include "base/error.h"
 #include "fence.h"
 #include "guard.h"
+#include "memory/memory.h"
 #include "promises/layer.h"
 #include "promises/product.h"
 #include "promises/trials.h"
-#include "memory/memory.h"
 
 namespace optfuse {
 namespace {
@@ -40,7 +39,9 @@ Promises &promises() {
 
 // With the lock.
 Promise *promise_of(const c10::StorageImpl *storage) {
-    return is_promise(storage) ? static_cast<Promise *>(data_ptr_of(storage).get_context()) : nullptr;
+    const c10::DataPtr &data = data_ptr_of(storage);
+    return data.get_deleter() == free_promise ? static_cast<Promise *>(data.get_context())
+                                              : nullptr;
 }
 
 // The product of an update that is being launched, and whose it is.
@@ -141,16 +142,37 @@ void free_promise(void *opaque) {
     delete static_cast<Promise *>(opaque);
 }
 
+// Has the update compute it panel by panel.
+bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {
+    const Launched found = launched_of(storage);
+    if (!found.product)
+        return false;
+    in->product = storage;
+    in->rows = found.product->rows();
+    in->panel_rows = found.product->panel_rows();
+    return true;
+}
+
+// Where it fails, as where there is no memory, it is a promise still.
+bool keep_promise(c10::StorageImpl *storage) {
+    const Launched found = launched_of(storage);
+    if (!found.product || answers([&] { compute(storage); }))
+        return true;
+    of_set_error("the gradient of %s, which backward() has promised, could not be computed: %s\n"
+                 "Nothing was changed. With optfuse.fuse(optimizer, products=\"off\") backward() "
+                 "computes it",
+                 found.layer->label().c_str(), std::string(of_error_message()).c_str());
+    return false;
+}
+
 const of_product_host product_host = {sizeof(of_product_host), begin, rows, end};
 
-std::atomic<bool> any_promise_made = false;
-
-bool has_promise(const c10::StorageImpl *storage) {
-    return data_ptr_of(storage).get_deleter() == free_promise;
+bool is_promise(const c10::TensorImpl *impl) {
+    return impl->has_storage() &&
+           data_ptr_of(storage_of(impl)).get_deleter() == free_promise;
 }
 
 at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer) {
-    any_promise_made.store(true, std::memory_order_relaxed); // before anybody can have it
     const c10::Device cpu(c10::kCPU);
     const at::ScalarType dtype = product->dtype();
     const int64_t sizes[] = {product->rows(), product->columns()};
@@ -177,6 +199,8 @@ at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> l
 }
 
 bool is_as_promised(const c10::TensorImpl *impl) {
+    if (!is_promise(impl))
+        return false;
     const Launched found = launched_of(storage_of(impl));
     return found.product && impl->storage_offset() == 0 && impl->is_contiguous() &&
            impl->dim() == 2 && impl->sizes()[0] == found.product->rows() &&
@@ -210,34 +234,6 @@ bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other) {
     if (to != other)
         sum.right.layer->note_added();
     return true;
-}
-
-bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in) {
-    const Launched found = launched_of(storage);
-    if (!found.product)
-        return false;
-    in->product = storage;
-    in->rows = found.product->rows();
-    in->panel_rows = found.product->panel_rows();
-    return true;
-}
-
-bool keep_promise(c10::StorageImpl *storage) {
-    if (!is_promise(storage))
-        return true;
-    const Launched found = launched_of(storage);
-    if (!found.product || answers([&] { compute(storage); }))
-        return true;
-    of_set_error("the gradient of %s, which backward() has promised, could not be computed: %s\n"
-                 "Nothing was changed. With optfuse.fuse(optimizer, products=\"off\") backward() "
-                 "computes it",
-                 found.layer->label().c_str(), std::string(of_error_message()).c_str());
-    return false;
-}
-
-void compute_now(const c10::TensorImpl *gradient) {
-    if (gradient->has_storage() && !keep_promise(storage_of(gradient)))
-        throw std::runtime_error(of_error_message());
 }
 
 void keep_all_promises() {

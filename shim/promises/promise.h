@@ -7,9 +7,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <memory>
 
+#include "memory/absent.h"
 #include "optfuse.h"
 #include "promises/product.h"
 
@@ -17,9 +17,9 @@ namespace optfuse {
 
 class PromisingLayer;
 
-// A promise is known by this deleter.
-void free_promise(void *promise);
 at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer);
+void free_promise(void *promise); // the deleter of one
+bool is_promise(const c10::TensorImpl *impl);
 // Whether the tensor is all of a promise, laid out as the update computes it, and no view that turns
 // it: what is answered for a storage below is answered for such a tensor.
 bool is_as_promised(const c10::TensorImpl *impl);
@@ -30,24 +30,6 @@ at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype);
 at::Tensor sum_of_promises(const c10::StorageImpl *a, const c10::StorageImpl *b);
 // From here on the first is a promise of the sum. False: it has to be computed, or has been.
 bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other);
-// Whether this process has made any: most make none, and are asked at each update.
-extern std::atomic<bool> any_promise_made;
-bool has_promise(const c10::StorageImpl *storage);
-[[gnu::always_inline]] inline bool is_promise(const c10::StorageImpl *storage) {
-    return any_promise_made.load(std::memory_order_relaxed) && has_promise(storage);
-}
-[[gnu::always_inline]] inline bool is_promise(const c10::TensorImpl *impl) {
-    return any_promise_made.load(std::memory_order_relaxed) && impl->has_storage() &&
-           has_promise(impl->unsafe_storage().unsafeGetStorageImpl());
-}
-// Has the update compute it panel by panel. False: it has been computed meanwhile.
-bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
-// Computes it, if it is one. False after of_set_error(), as where there is no memory; it is one
-// still.
-bool keep_promise(c10::StorageImpl *storage);
-// Computes the gradient, if it is one, for what reads its memory. Throws.
-void compute_now(const c10::TensorImpl *gradient);
-
 void keep_all_promises();
 // Around fork(), with the core's locks held: a child has none of the threads that could let go of
 // these.
@@ -55,5 +37,14 @@ void lock_promises();
 void unlock_promises();
 
 extern const of_product_host product_host;
+
+// Absent's functions.
+bool keep_promise(c10::StorageImpl *storage);
+bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
+
+namespace absent {
+// operators.cpp: promises; and dY, of which a node asks for one.
+extern const Absent promised, asked;
+} // namespace absent
 
 } // namespace optfuse

@@ -18,14 +18,14 @@
 #include <mutex>
 
 #include "base/clock.h"
-#include "floating.h"
-#include "guard.h"
 #include "base/mkl.h"
-#include "promises/linear.h"
-#include "memory/memory.h"
 #include "base/parallel.h"
 #include "base/plain_mode.h"
 #include "base/trial_numbers.h"
+#include "floating.h"
+#include "guard.h"
+#include "memory/memory.h"
+#include "promises/linear.h"
 
 namespace optfuse {
 namespace {

@@ -8,8 +8,8 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/pinned.h"
 #include "guard.h"
-#include "plan/plan.h"
 #include "python/callback.h"
 #include "python/interpreter.h"
 
@@ -21,15 +21,13 @@ thread_local std::string text_of_raised;
 namespace {
 
 // An exception may be on its way already, where an update runs because a tensor dies.
-class Gil {
+class Gil : Pinned {
   public:
     Gil() : state(of_interpreter.take_gil()) { of_interpreter.fetch(&type, &value, &trace); }
     ~Gil() {
         of_interpreter.restore(type, value, trace);
         of_interpreter.give_gil(state);
     }
-    Gil(const Gil &) = delete;
-    Gil &operator=(const Gil &) = delete;
 
   private:
     const int state;
@@ -51,7 +49,7 @@ bool is_main_thread() {
 // An interrupt in the middle of an update that Python makes would leave the update half done.
 // The interrupt comes afterwards, before the next line of the program, as it does where C++
 // runs for long.
-class HeldInterrupts {
+class HeldInterrupts : Pinned {
   public:
     HeldInterrupts()
         : held(is_main_thread() && sigaction(SIGINT, nullptr, &before) == 0 &&
@@ -74,8 +72,6 @@ class HeldInterrupts {
         interrupted = 0;
         raise(SIGINT);
     }
-    HeldInterrupts(const HeldInterrupts &) = delete;
-    HeldInterrupts &operator=(const HeldInterrupts &) = delete;
 
   private:
     bool held;
@@ -149,11 +145,9 @@ bool run_signal_handlers(bool updates) {
 }
 
 // The updates that Python makes on this thread; one may need that of another plan.
-struct Updating {
+struct Updating : Pinned {
     explicit Updating(const Plan *of) : plan(of), outer(innermost) { innermost = this; }
     ~Updating() { innermost = outer; }
-    Updating(const Updating &) = delete;
-    Updating &operator=(const Updating &) = delete;
 
     const Plan *const plan; // nullptr: not an update
     const Updating *const outer;

@@ -8,18 +8,18 @@
 
 #include <vector>
 
+#include "base/pinned.h"
+
 namespace optfuse {
 
 // From now on WithoutGil lets go of the GIL: there are plans whose updates run Python.
 void updates_take_the_gil();
 
 // As long as one exists, its thread does not hold the GIL.
-class WithoutGil {
+class WithoutGil : Pinned {
   public:
     WithoutGil();
     ~WithoutGil();
-    WithoutGil(const WithoutGil &) = delete;
-    WithoutGil &operator=(const WithoutGil &) = delete;
 
   private:
     void *thread; // its PyThreadState, or NULL

@@ -5,20 +5,19 @@
 #include <cstddef>
 #include <vector>
 
+#include "base/pinned.h"
 #include "python/interpreter.h"
 
 namespace optfuse {
 
 // A reference, with the GIL.
-class Ref {
+class Ref : Pinned {
   public:
     explicit Ref(of_object *object) : held(object) {} // takes it over; or nullptr
     ~Ref() {
         if (held != nullptr)
             of_interpreter.drop(held);
     }
-    Ref(const Ref &) = delete;
-    Ref &operator=(const Ref &) = delete;
     of_object *get() const { return held; }
 
   private:

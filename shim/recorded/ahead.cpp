@@ -11,14 +11,13 @@
 
 #include "absent/consumed.h"
 #include "base/error.h"
+#include "base/plain_mode.h"
 #include "plan/plan.h"
-#include "promises/promise.h"
+#include "plan/references.h"
+#include "plan/slots.h"
 #include "python/gil.h"
 #include "recorded/owners.h"
 #include "recorded/schedule.h"
-#include "plan/slots.h"
-#include "plan/references.h"
-#include "base/plain_mode.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -162,7 +161,7 @@ Ahead &ahead_of(Plan &plan) {
         updates_take_the_gil(); // to see who has what their lines have made
         plan.ahead = std::make_shared<Ahead>();
     }
-    return *plan.ahead;
+    return *ahead_in(plan);
 }
 
 void Ahead::begin_watched(const Plan &plan, Tape *its) {

@@ -14,13 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "plan/plan.h"
 #include "recorded/tape.h"
-
-namespace optfuse {
-struct Plan;
-struct Program;
-struct Slot;
-}
 
 namespace optfuse::recorded {
 
@@ -41,7 +36,7 @@ struct Geometry {
 
 // One optimizer's. Guarded by Plan::telling, and between two passes by Plan::alone; run() by the core's
 // lock.
-class Ahead {
+class Ahead final : public Lines {
   public:
     // Around a step() that runs as ever, WATCHED: before it is called, before its lines run, and after.
     void begin_watched(const Plan &plan, Tape *its);
@@ -66,11 +61,8 @@ class Ahead {
     Settings of_step;
     // Whether step() has seen a gradient of the parameter.
     bool owns(size_t slot) const;
-    // Whether nobody but its lines, its owner and the core holds the memory of the parameter and its
-    // state.
-    bool knows_all_users(const Slot &slot) const;
-    // The lines of a parameter, whose gradient is there.
-    void run(size_t slot, const at::Tensor &gradient);
+    bool knows_all_users(const Slot &slot) const override;
+    void run(size_t slot, const at::Tensor &gradient) override;
 
     // Slots whose gradient has not come, or is one that step() has not seen.
     std::vector<size_t> unexpected(const Plan &plan) const;
@@ -98,5 +90,7 @@ class Ahead {
 
 // The plan's, made where there is none.
 Ahead &ahead_of(Plan &plan);
+// Null: there is none.
+inline Ahead *ahead_in(const Plan &plan) { return static_cast<Ahead *>(plan.ahead.get()); }
 
 } // namespace optfuse::recorded

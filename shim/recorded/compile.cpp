@@ -8,8 +8,8 @@
 #include <set>
 #include <utility>
 
-#include "cuda/table.h"
 #include "base/error.h"
+#include "cuda/table.h"
 #include "guard.h"
 #include "recorded/programs.h"
 

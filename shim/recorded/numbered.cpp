@@ -3,8 +3,8 @@
 
 #include <utility>
 
-#include "python/interpreter.h"
 #include "base/parallel.h"
+#include "python/interpreter.h"
 
 namespace optfuse::recorded {
 namespace {

@@ -9,8 +9,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "floating.h"
 #include "base/device.h"
+#include "base/pinned.h"
+#include "floating.h"
 
 namespace optfuse::recorded {
 
@@ -32,7 +33,7 @@ struct Settings {
 };
 
 // As long as one exists, these are this thread's.
-class WithSettings {
+class WithSettings : Pinned {
   public:
     explicit WithSettings(const Settings &settings) : is_other(!(settings == before)) {
         if (is_other)
@@ -42,8 +43,6 @@ class WithSettings {
         if (is_other)
             before.set();
     }
-    WithSettings(const WithSettings &) = delete;
-    WithSettings &operator=(const WithSettings &) = delete;
 
   private:
     const Settings before;
@@ -77,7 +76,7 @@ class Streams {
 };
 
 // As long as one exists, these are this thread's current ones.
-class WithStreams {
+class WithStreams : Pinned {
   public:
     explicit WithStreams(const Streams &streams) {
         for (const of_stream &stream : streams.all) {
@@ -85,15 +84,13 @@ class WithStreams {
             if (now.id == stream.id)
                 continue;
             before.push_back(now);
-            gpu_host.exchange(nullptr, &stream);
+            gpu_functions.exchange(nullptr, &stream);
         }
     }
     ~WithStreams() {
         for (const of_stream &stream : before)
-            gpu_host.exchange(nullptr, &stream);
+            gpu_functions.exchange(nullptr, &stream);
     }
-    WithStreams(const WithStreams &) = delete;
-    WithStreams &operator=(const WithStreams &) = delete;
 
   private:
     std::vector<of_stream> before;

@@ -9,9 +9,9 @@
 
 #include "plan/arguments.h"
 #include "plan/plan.h"
+#include "plan/slots.h"
 #include "python/gil.h"
 #include "recorded/ahead.h"
-#include "plan/slots.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -23,24 +23,24 @@ std::vector<at::Tensor> begin_ahead(int64_t address) {
     return ahead.can_begin(plan) ? ahead.stand_ins(plan) : std::vector<at::Tensor>();
 }
 
-bool has_begun_here(int64_t address) { return plan_at(address).ahead->has_begun_here(); }
+bool has_begun_here(int64_t address) { return ahead_of(plan_at(address)).has_begun_here(); }
 
 std::vector<int64_t> unexpected(int64_t address) {
     const Plan &plan = plan_at(address);
-    const std::vector<size_t> found = plan.ahead->unexpected(plan);
+    const std::vector<size_t> found = ahead_in(plan)->unexpected(plan);
     return {found.begin(), found.end()};
 }
 
 std::vector<int64_t> written_numbers(int64_t address) {
-    return plan_at(address).ahead->written_numbers();
+    return ahead_of(plan_at(address)).written_numbers();
 }
 
-void confirm_ahead(int64_t address) { plan_at(address).ahead->confirm(); }
+void confirm_ahead(int64_t address) { ahead_of(plan_at(address)).confirm(); }
 
-void end_ahead(int64_t address) { plan_at(address).ahead->end(); }
+void end_ahead(int64_t address) { ahead_of(plan_at(address)).end(); }
 
 void leave_to_step(int64_t address, std::string why) {
-    if (const auto &ahead = plan_at(address).ahead)
+    if (Ahead *const ahead = ahead_in(plan_at(address)))
         ahead->why = std::move(why);
 }
 
@@ -57,8 +57,8 @@ std::vector<at::Tensor> tensors_ahead(int64_t address) {
 }
 
 std::string why_not_ahead(int64_t address) {
-    const Plan &plan = plan_at(address);
-    return plan.ahead ? plan.ahead->why : "";
+    const Ahead *const ahead = ahead_in(plan_at(address));
+    return ahead != nullptr ? ahead->why : "";
 }
 
 // The updates of this plan's slots are made by the class's own step(), which takes the GIL; native: a name

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "recorded/record.h"
-
+// record.cpp: while this thread records a step(), each operator is written on the tape, or run behind
+// the lines that it needs.
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -8,12 +8,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "absent/recompute.h"
+#include "base/error.h"
+#include "base/plain_mode.h"
 #include "guard.h"
+#include "host/first_use.h"
 #include "python/gil.h"
 #include "recorded/forms.h"
-#include "host/first_use.h"
-#include "base/plain_mode.h"
+#include "recorded/tape.h"
 
 namespace optfuse::recorded {
 namespace {
@@ -41,14 +42,13 @@ bool is_in_flight(const c10::TensorImpl *impl) {
 // An operator that a recorded step() calls.
 class Called {
   public:
-    Called(Tape *its, const c10::OperatorHandle &which, c10::DispatchKeySet with, Stack *on,
-           PassOn how)
-        : tape(its), op(which), keys(with), stack(on), pass_on(how), k(known(which)),
-          n(which.schema().arguments().size()) {}
+    Called(Tape *its, const OperatorCall &which)
+        : tape(its), call(which), op(which.op), keys(which.keys), stack(which.stack),
+          k(known(which.op)), n(which.n()) {}
 
     void answer() {
         if (k.way == Way::THROUGH && !(keys & kModes).has_any(kModes))
-            redispatch();
+            call.go_on();
         else if (k.way == Way::LOOK || k.is_ours)
             show();
         else if (k.way == Way::VIEW && !is_others())
@@ -61,19 +61,14 @@ class Called {
 
   private:
     const c10::IValue *args() const { return stack->data() + stack->size() - n; }
-    c10::DispatchKeySet below() const {
-        return keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPendingKey);
-    }
     template <typename Work> bool each(const Work &work) const {
         return each_tensor(args(), n, work);
     }
 
-    void redispatch() { op.redispatchBoxed(below(), stack); }
-
     // Its own operators are not recorded.
     void run() {
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
-        redispatch();
+        call.go_on();
     }
 
     bool is_absent_here(const c10::StorageImpl *storage) const {
@@ -159,9 +154,9 @@ class Called {
         tape->counts.at_once++;
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
         if (is_others())
-            pass_on(op, keys, stack);
+            use_marked(call);
         else
-            redispatch();
+            call.go_on();
         const size_t results = op.schema().returns().size();
         look_for_gpus(stack->data() + stack->size() - results, results);
     }
@@ -189,7 +184,7 @@ class Called {
             return true;
         });
         const c10::impl::ExcludeDispatchKeyGuard off(kPendingKey);
-        pass_on(op, keys, stack);
+        use_marked(call);
     }
 
     // Whether it is a part of a graph, of a backward pass or of what a mode sees.
@@ -375,20 +370,40 @@ class Called {
     }
 
     Tape *const tape;
+    const OperatorCall &call;
     const c10::OperatorHandle &op;
     const c10::DispatchKeySet keys;
     Stack *const stack;
-    const PassOn pass_on;
     const Known &k;
     const size_t n;
     std::optional<of_stream> stream; // of a line on a GPU
 };
 
-} // namespace
-
-void record(Tape *tape, const c10::OperatorHandle &op, c10::DispatchKeySet keys,
-            torch::jit::Stack *stack, PassOn pass_on) {
-    Called(tape, op, keys, stack, pass_on).answer();
+// Not for those of an operator that it has begun.
+bool begin_recorded(const OperatorCall &call) {
+    Tape *const tape = open_tape();
+    if (tape == nullptr || c10::impl::tls_is_dispatch_key_excluded(kPendingKey))
+        return false;
+    Called(tape, call).answer();
+    return true;
 }
 
+Run answer_recorded(const char *op, c10::TensorImpl *impl, bool) {
+    const Tape *const tape = open_tape();
+    if (tape == nullptr || data_ptr_of(storage_of(impl)).get_context() != tape->context())
+        fail(std::string("optfuse: ") + op +
+             " uses a tensor that a step() on another thread has made and not computed yet; read it "
+             "on that thread before, by item() or numpy()");
+    return nullptr;
+}
+
+} // namespace
 } // namespace optfuse::recorded
+
+namespace optfuse {
+
+const Absent absent::recorded = {recorded::forget_absent, recorded::answer_recorded, nullptr,
+                                 nullptr,                 recorded::begin_recorded};
+
+} // namespace optfuse
+

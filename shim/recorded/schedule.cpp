@@ -13,11 +13,11 @@
 #include "base/error.h"
 #include "gpu/programs.h"
 #include "guard.h"
+#include "plan/programs.h"
+#include "plan/references.h"
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
 #include "recorded/programs.h"
-#include "plan/references.h"
-#include "plan/programs.h"
 
 namespace optfuse::recorded {
 namespace {

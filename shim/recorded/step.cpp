@@ -14,13 +14,14 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/pinned.h"
 #include "guard.h"
+#include "host/first_use.h"
+#include "plan/plan.h"
 #include "python/interpreter.h"
 #include "recorded/ahead.h"
 #include "recorded/tape.h"
 #include "shim.h"
-#include "host/first_use.h"
-#include "plan/plan.h"
 
 namespace optfuse::recorded {
 
@@ -37,7 +38,7 @@ namespace {
 thread_local Tape *open = nullptr;
 
 // As long as one exists, the operators of this thread come to record(), but for those inside of another.
-class Recording {
+class Recording : Pinned {
   public:
     Recording(Tape *tape, Tape::Kind kind) {
         tape->begin(kind);
@@ -49,19 +50,15 @@ class Recording {
         open = nullptr;
     }
     static void end() { c10::impl::tls_set_dispatch_key_included(kPendingKey, false); }
-    Recording(const Recording &) = delete;
-    Recording &operator=(const Recording &) = delete;
 };
 
 thread_local Tape tape_here;
 
 // The lines run without the GIL, which some operators take.
-class GilGivenUp {
+class GilGivenUp : Pinned {
   public:
     GilGivenUp() : thread(of_interpreter.save_thread()) {}
     ~GilGivenUp() { of_interpreter.restore_thread(thread); }
-    GilGivenUp(const GilGivenUp &) = delete;
-    GilGivenUp &operator=(const GilGivenUp &) = delete;
 
   private:
     void *const thread;
@@ -69,15 +66,13 @@ class GilGivenUp {
 
 // Recorded tensors live until the lines run: for Python's collector of cycles a reason to look at all
 // objects, again and again.
-class NoCollection {
+class NoCollection : Pinned {
   public:
     NoCollection() : was_on(of_interpreter.pause_gc() != 0) {}
     ~NoCollection() {
         if (was_on)
             of_interpreter.resume_gc();
     }
-    NoCollection(const NoCollection &) = delete;
-    NoCollection &operator=(const NoCollection &) = delete;
 
   private:
     const bool was_on;
@@ -123,12 +118,10 @@ int play_and_set_data(of_object *self, of_object *value, void *closure) {
 thread_local GradTable *grad_table = nullptr;
 
 // As long as one exists, .grad is that.
-class WithGradients {
+class WithGradients : Pinned {
   public:
     explicit WithGradients(GradTable *its) : before(std::exchange(grad_table, its)) {}
     ~WithGradients() { grad_table = before; }
-    WithGradients(const WithGradients &) = delete;
-    WithGradients &operator=(const WithGradients &) = delete;
 
   private:
     GradTable *const before;

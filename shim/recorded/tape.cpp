@@ -12,10 +12,10 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/plain_mode.h"
 #include "guard.h"
 #include "python/interpreter.h"
 #include "recorded/schedule.h"
-#include "base/plain_mode.h"
 
 namespace optfuse::recorded {
 

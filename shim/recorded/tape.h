@@ -17,9 +17,13 @@
 #include <vector>
 
 #include "base/compat.h"
+#include "memory/memory.h"
 #include "recorded/known.h"
 #include "recorded/operator_settings.h"
-#include "memory/memory.h"
+
+namespace optfuse::absent {
+extern const Absent recorded; // record.cpp: what a line will make
+}
 
 namespace optfuse::recorded {
 
@@ -155,11 +159,6 @@ void forget_absent(void *);
 
 inline bool is_absent(const c10::StorageImpl *storage) {
     return data_ptr_of(storage).get_deleter() == forget_absent;
-}
-// Whether the tensor's numbers are absent, on the tape of another thread.
-inline bool is_absent_elsewhere(const c10::StorageImpl *storage) {
-    return is_absent(storage) && (open_tape() == nullptr || data_ptr_of(storage).get_context() !=
-                                                                open_tape()->context());
 }
 
 // Calls work(tensor) for each defined tensor among the values, until it returns false.

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// recompute.cpp: see recompute.h. The parameters that are updated already, and their state, get the
-// mark of pending updates, so that whoever uses one comes to first_use.cpp, which refuses it.
-// Nobody takes a mark off while such a pass is made; it goes with the next use of the tensor behind
-// all of them.
-#include "absent/recompute.h"
-
+// recomputed.cpp: forward passes inside of backward, as activation checkpointing makes them. In stock
+// they read the weights of the first forward pass, since step() comes later; backward fusion may
+// have updated some by then. These, and their state, get the mark of pending updates, so that an
+// operator that uses one is refused. Nobody takes a mark off while such a pass is made; it goes with
+// the next use of the tensor behind all of them.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <iterator>
 #include <utility>
 #include <vector>
 
+#include "absent/kinds.h"
 #include "base/compat.h"
-#include "plan/plan.h"
-#include "shim.h"
+#include "base/error.h"
 #include "memory/memory.h"
+#include "plan/plan.h"
 #include "plan/references.h"
+#include "shim.h"
 
 namespace optfuse {
 namespace {
@@ -29,8 +29,6 @@ struct Early {
     size_t slot;
     bool is_state;
 };
-
-std::atomic<int> passes_now{0}; // of all threads
 
 // For each of the passes that this thread makes, one inside of the other.
 std::vector<std::vector<Early>> &early_here() {
@@ -68,19 +66,27 @@ std::string label_of(const Early &early) {
     return early.is_state ? "the state of " + label : label;
 }
 
-} // namespace
-
-std::string updated_too_early(const c10::TensorImpl *impl) {
-    for (const std::vector<Early> &pass : early_here())
-        for (const Early &early : pass)
-            if (storage_of(early.tensor.unsafeGetTensorImpl()) == storage_of(impl))
-                return label_of(early);
-    return {};
+// Before anything is launched: an update may be pending behind its gradient.
+[[noreturn]] void refuse_early(const char *op, const Early &early) {
+    fail("optfuse: " + std::string(op) + " reads " + label_of(early) +
+         " in a block that activation checkpointing computes once more inside backward(), but the "
+         "parameter's gradient was complete before, and backward fusion has already updated it.\n"
+         "Read it outside of the block and give it to the block as an argument, or use "
+         "optfuse.fuse(optimizer, mode=\"forward\")");
 }
 
-bool is_recomputing_here() { return !early_here().empty(); }
+Run answer_recomputed(const char *op, c10::TensorImpl *impl, bool) {
+    for (const std::vector<Early> &pass : early_here())
+        for (const Early &early : pass)
+            if (storage_of(early.tensor.unsafeGetTensorImpl()) == storage_of(impl) &&
+                !makes_another(op))
+                refuse_early(op, early);
+    return nullptr;
+}
 
-bool any_recomputes() { return passes_now.load(std::memory_order_relaxed) != 0; }
+} // namespace
+
+const Absent absent::recomputed = {nullptr, answer_recomputed};
 
 } // namespace optfuse
 
@@ -96,7 +102,7 @@ int of_shim_begin_recompute(of_shim_plan *const *plans, size_t n) {
         of_set_error("%s", e.what());
         return OF_REFUSED;
     }
-    optfuse::passes_now++;
+    optfuse::marks_wanted++;
     for (const optfuse::Early &one : optfuse::early_here().back())
         optfuse::mark(one.tensor.unsafeGetTensorImpl());
     return OF_OK;
@@ -106,7 +112,7 @@ void of_shim_end_recompute(void) {
     if (optfuse::early_here().empty())
         return;
     optfuse::early_here().pop_back();
-    optfuse::passes_now--;
+    optfuse::marks_wanted--;
 }
 
 } // extern "C"
