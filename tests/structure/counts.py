@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
+from test_layers import arrows
 from test_modules import edges, floors, folders
 from tree import PACKAGES, ROOT, files, modules, sources
 
@@ -25,7 +25,6 @@ FLOORS = {
     "docs": "docs/",
 }
 LIBRARY = ("kernels", "planners", "plugin", "shim", "optfuse", "optfuse_layers", "optfuse_tools")
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _GUARDS = re.compile(r'OF_GUARD\((\w+)\)|\bguard\("(\w+)"\)')
 
 
@@ -39,18 +38,6 @@ def lines() -> dict[str, int]:
     return found
 
 
-def shim_arrows() -> set[tuple[str, str]]:
-    """Folders of the shim, (one, another) if a file of one includes one of the other's."""
-    shim = ROOT / "shim"
-    found = set()
-    for path in sources("shim"):
-        own = path.parent.relative_to(shim).as_posix()
-        for name in _INCLUDE.findall(path.read_text("utf-8")):
-            if (shim / name).is_file() and not (path.parent / name).is_file():
-                found.add((own, Path(name).parent.as_posix()))
-    return {(a, b) for a, b in found if a != b}
-
-
 def guards() -> set[str]:
     texts = [path.read_text("utf-8") for path in sources("kernels", "plugin", "shim")]
     texts += [path.read_text("utf-8") for path in modules()]
@@ -61,7 +48,7 @@ def counts() -> dict[str, object]:
     from optfuse._patches import listed
 
     lists = [value for value in vars(listed).values() if isinstance(value, listed.Lists)]
-    by_floor, arrows = lines(), shim_arrows()
+    by_floor, between = lines(), arrows(ROOT / "shim")
     return {
         "lines": by_floor,
         "lines of the library": sum(by_floor[floor] for floor in LIBRARY),
@@ -70,7 +57,7 @@ def counts() -> dict[str, object]:
         "private names of PyTorch in C++": len(listed.PRIVATE),
         "named guards": len(guards()),
         "floors of the loader": floors(folders(edges(PACKAGES, only_running=True))),
-        "pairs of shim folders that include each other": sum((b, a) in arrows for a, b in arrows)
+        "pairs of shim folders that include each other": sum((b, a) in between for a, b in between)
         // 2,
     }
 

@@ -7,9 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-from tree import ROOT, name, sources
+from tree import ROOT, SOURCES, name, sources
 
 BELOW = {"kernels": (), "plugin": ("kernels",), "shim": ("kernels", "plugin")}
+#: The shim's folders, from the bottom to the top. None includes one that comes later.
+FLOORS = (
+    *(".", "base", "python", "memory", "plan", "absent", "gpu", "native", "host"),
+    *("autograd", "clipping", "averages", "layers", "promises", "reorder", "kfac", "recorded"),
+    *("ledger", "doors", "loader", "cxx"),
+)
 INCLUDE = re.compile(r'^\s*#\s*include\s+(<[^>]+>|"[^"]+"|\w+)', re.MULTILINE)
 TORCH = re.compile(r"<(torch|ATen|c10|caffe2)/")
 PYTHON = re.compile(r"Python\.h|pybind|/python_|/python/|torch/extension\.h")
@@ -35,6 +41,26 @@ def outside(path: Path, layer: str) -> list[str]:
     return found
 
 
+def arrows(root: Path) -> dict[tuple[str, str], str]:
+    """(one folder, another) if a file of one includes one of the other's; and such a file."""
+    found = {}
+    for path in sorted(path for path in root.rglob("*") if path.suffix in SOURCES):
+        for include in includes(path):
+            target = root / include.strip('"')
+            if include.startswith('"') and target.is_file():
+                folders = [of.parent.relative_to(root).as_posix() for of in (path, target)]
+                found.setdefault((folders[0], folders[1]), f"{path.name} includes {include}")
+    return {folders: why for folders, why in found.items() if len(set(folders)) == 2}
+
+
+def upwards(root: Path, floors: tuple[str, ...]) -> list[str]:
+    return [
+        f"{one}/{why}"
+        for (one, other), why in arrows(root).items()
+        if floors.index(one) <= floors.index(other)
+    ]
+
+
 def folders_of_the_core() -> tuple[list[Path], list[Path]]:
     """Its own files, and those of the planners."""
     planners = sources("plugin/planners")
@@ -51,6 +77,33 @@ def test_layer_includes_only_itself_and_those_below(layer: str) -> None:
     assert files, f"{layer} has no sources"
     wrong = {name(path): found for path in files if (found := outside(path, layer))}
     assert not wrong, f"{layer} includes from outside: {wrong}"
+
+
+def test_folders_of_the_shim_include_only_those_of_lower_floors() -> None:
+    assert len(arrows(ROOT / "shim")) > 50, "few includes were found: the search itself is broken"
+    assert not upwards(ROOT / "shim", FLOORS)
+
+
+UP = {
+    "upwards": ("low/a.h", '#include "high/b.h"'),
+    "from a file of C": ("low/a.c", '#include "high/b.h"'),
+    "indented": ("low/a.h", '  # include "high/b.h"'),
+    "from the top": ("c.h", '#include "low/a.h"'),
+}
+
+
+@pytest.mark.parametrize(("file", "text"), UP.values(), ids=UP)
+def test_an_include_upwards_is_found(file: str, text: str, tmp_path: Path) -> None:
+    floors = (".", "low", "high")
+    for folder, include in (("low", "c.h"), ("high", "low/a.h")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{'a' if folder == 'low' else 'b'}.h").write_text(
+            f'#include "{include}"\n'
+        )
+    (tmp_path / "c.h").touch()
+    assert len(arrows(tmp_path)) == 2 and not upwards(tmp_path, floors)
+    (tmp_path / file).write_text(text)
+    assert len(upwards(tmp_path, floors)) == 1
 
 
 def test_the_core_includes_no_planner() -> None:

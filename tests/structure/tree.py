@@ -17,11 +17,13 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wconversion"]
 INCLUDES = [f"-I{ROOT / layer}" for layer in ("kernels", "plugin", "shim")]
 
 
+SOURCES = {".c", ".h", ".cpp", ".hpp", ".cu"}  # endings
+
+
 def sources(*layers: str) -> list[Path]:
     """The C and C++ files of these directories."""
-    endings = {".c", ".h", ".cpp", ".hpp", ".cu"}
     return sorted(
-        path for layer in layers for path in (ROOT / layer).rglob("*") if path.suffix in endings
+        path for layer in layers for path in (ROOT / layer).rglob("*") if path.suffix in SOURCES
     )
 
 
