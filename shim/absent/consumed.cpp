@@ -24,7 +24,6 @@
 #include "absent/kinds.h"
 #include "base/compat.h"
 #include "base/error.h"
-#include "base/pinned.h"
 #include "base/plain_mode.h"
 #include "guard.h"
 #include "memory/memory.h"

@@ -6,9 +6,7 @@
 // the next use of the tensor behind all of them.
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <exception>
-#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -39,15 +37,11 @@ std::vector<std::vector<Early>> &early_here() {
 // A local tensor's DTensor, too: inside of its dispatch nobody looks at the local tensor's mark.
 void add_written_by(const Slot *slot, std::vector<Early> *early) {
     const auto add = [&](const at::Tensor &tensor, bool is_state) {
-        if (tensor.defined() && tensor.has_storage())
+        if (tensor.has_storage())
             early->push_back({tensor, slot->plan, slot->index, is_state});
     };
-    const auto add_state = [&](const at::Tensor &tensor) { add(tensor, true); };
     add(reference_to(slot->param), false);
-    std::for_each(std::begin(slot->state), std::end(slot->state), add_state);
-    std::for_each(std::begin(slot->counters), std::end(slot->counters), add_state);
-    std::for_each(slot->own.begin(), slot->own.end(), add_state);
-    add_state(slot->step);
+    each_state(*slot, [&](const at::Tensor &tensor) { add(tensor, true); });
     for (size_t i = 0; i < slot->wrappers.size(); i++)
         add(reference_to(slot->wrappers[i]), i > 0);
 }

@@ -19,7 +19,6 @@
 #include "base/compat.h"
 #include "base/device.h"
 #include "base/error.h"
-#include "base/pinned.h"
 #include "base/plain_mode.h"
 #include "base/threads.h"
 #include "gpu/beside.h"

@@ -6,7 +6,6 @@
 
 #include "absent/consumed.h"
 #include "autograd/backward.h"
-#include "base/pinned.h"
 #include "guard.h"
 #include "memory/memory.h"
 #include "plan/references.h"

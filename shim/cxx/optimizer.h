@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "base/pinned.h"
 #include "cxx/classes.h"
 #include "cxx/fused.h"
 #include "ledger/ledger.h"

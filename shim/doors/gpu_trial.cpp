@@ -20,7 +20,6 @@
 
 #include "base/device.h"
 #include "base/error.h"
-#include "base/pinned.h"
 #include "base/plain_mode.h"
 #include "clipping/pending.h"
 #include "doors/gpu_reference.h"

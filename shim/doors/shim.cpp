@@ -66,13 +66,8 @@ bool clean_all(const optfuse::Plan &plan) {
             all &= clean(wrapper);
         for (const at::Tensor &alias : slot->aliases)
             all &= clean(alias.unsafeGetTensorImpl());
-        for (const at::Tensor &state : slot->state)
-            if (state.defined())
-                all &= clean(state.unsafeGetTensorImpl());
-        for (const at::Tensor &state : slot->own)
-            all &= clean(state.unsafeGetTensorImpl());
-        if (slot->step.defined())
-            all &= clean(slot->step.unsafeGetTensorImpl());
+        optfuse::each_state(
+            *slot, [&](const at::Tensor &state) { all &= clean(state.unsafeGetTensorImpl()); });
         if (const auto average = slot->marked_average.lock(); average.defined())
             all &= clean(average.get());
     }

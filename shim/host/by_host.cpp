@@ -16,7 +16,6 @@
 #include "base/compat.h"
 #include "base/device.h"
 #include "base/error.h"
-#include "base/pinned.h"
 #include "base/threads.h"
 #include "gpu/place.h"
 #include "guard.h"

@@ -40,12 +40,12 @@ of_accessed access_without_gil(c10::TensorImpl *impl, bool stranger) {
          std::exchange(raised_in_python, nullptr));
 }
 
-// Of a kind that the storage's numbers are, or could be: whether they are late a table knows.
+// Whether the storage's numbers are, or could be, of this kind: whether they are late a table knows.
 bool fits(const Absent *kind, const c10::StorageImpl *storage) {
     return kind->deleter == nullptr || kind->deleter == data_ptr_of(storage).get_deleter();
 }
 
-// What a kind answers.
+// Returns the answer of the first kind that has one.
 Run ask(const char *op, c10::TensorImpl *impl, bool is_target) {
     for (const Absent *kind : absent_kinds)
         if (kind->answer != nullptr && fits(kind, storage_of(impl)))

@@ -26,17 +26,8 @@ void fetch_storage(const c10::TensorImpl *impl) {
     fetch<sizeof(c10::StorageImpl)>(storage_of(impl));
 }
 
-// The tensors that an update with a kernel uses beside its parameter and gradient.
-template <class Visit> void each_other(const Slot *slot, Visit visit) {
-    const of_rule *rule = slot->plan->rule;
-    for (size_t i = 0; i < rule->n_state; i++)
-        if (slot->state[i].defined())
-            visit(slot->state[i].unsafeGetTensorImpl());
-    for (size_t i = 0; i < rule->n_counters; i++)
-        if (slot->counters[i].defined())
-            visit(slot->counters[i].unsafeGetTensorImpl());
-    if (slot->step.defined())
-        visit(slot->step.unsafeGetTensorImpl());
+template <class Visit> void each_other(const Slot *slot, const Visit &visit) {
+    each_state(*slot, [&](const at::Tensor &tensor) { visit(tensor.unsafeGetTensorImpl()); });
 }
 
 template <class Visit> void each(void *const *tensors, size_t n, Visit visit) {

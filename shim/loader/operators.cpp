@@ -10,7 +10,6 @@
 #include "base/error.h"
 #include "base/threads.h"
 #include "doors/gpu_trial.h"
-#include "memory/exchange.h"
 #include "memory/memory.h"
 #include "plan/arguments.h"
 #include "plan/plan.h"
@@ -118,13 +117,10 @@ void reduced(int64_t address, const std::vector<int64_t> &slots) {
     gradients_are_complete(plan, {slots.begin(), slots.end()}, param);
 }
 
-std::vector<size_t> numbers_of(const Plan &plan, const std::vector<int64_t> &slots) {
+std::vector<size_t> numbers_of(Plan &plan, const std::vector<int64_t> &slots) {
     std::vector<size_t> numbers;
-    for (const int64_t slot : slots) {
-        if (slot < 0 || static_cast<size_t>(slot) >= plan.slots.size())
-            fail("optfuse: no parameter number " + std::to_string(slot));
-        numbers.push_back(static_cast<size_t>(slot));
-    }
+    for (const int64_t slot : slots)
+        numbers.push_back(slot_at(plan, slot).index);
     return numbers;
 }
 
@@ -273,7 +269,6 @@ TORCH_LIBRARY(optfuse, m) {
           optfuse::bits_differ);
     m.def("seal(Tensor[] tensors) -> int[]", optfuse::seal_all);
     m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
-    m.def("exchange(Tensor(a!)[] a, Tensor(b!)[] b, int[] in_place) -> ()", optfuse::exchange);
     m.def("access(Tensor tensor) -> ()", optfuse::access);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch_pending);
     m.def("would_set_threads() -> bool", optfuse::would_set_threads);

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/pinned.h"
 #include "ledger/ledger.h"
 #include "plan/owner.h"
 #include "python/callback.h"

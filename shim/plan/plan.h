@@ -188,6 +188,21 @@ struct Plan {
     std::atomic<uint32_t> prepared_scaling[64] = {};
 };
 
+// Visits the tensors that updates of the slot use beside its parameter and gradient.
+template <class Visit> void each_state(const Slot &slot, const Visit &visit) {
+    const of_rule *rule = slot.plan->rule;
+    for (size_t i = 0; i < rule->n_state; i++)
+        if (slot.state[i].defined())
+            visit(slot.state[i]);
+    for (size_t i = 0; i < rule->n_counters; i++)
+        if (slot.counters[i].defined())
+            visit(slot.counters[i]);
+    if (slot.step.defined())
+        visit(slot.step);
+    for (const at::Tensor &tensor : slot.own)
+        visit(tensor);
+}
+
 inline Plan *plan_of(of_shim_plan *handle) { return reinterpret_cast<Plan *>(handle); }
 inline of_shim_plan *handle_of(Plan *plan) { return reinterpret_cast<of_shim_plan *>(plan); }
 

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/pinned.h"
 #include "memory/memory.h"
 #include "memory/proxies.h"
 #include "optfuse.h"

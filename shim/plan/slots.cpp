@@ -118,24 +118,6 @@ void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
     note_versions(slot);
 }
 
-namespace {
-
-template <class Visit> void each_of_state(const Slot &slot, Visit visit) {
-    const of_rule *rule = slot.plan->rule;
-    for (size_t i = 0; i < rule->n_state; i++)
-        if (slot.state[i].defined())
-            visit(slot.state[i]);
-    for (size_t i = 0; i < rule->n_counters; i++)
-        if (slot.counters[i].defined())
-            visit(slot.counters[i]);
-    if (slot.step.defined())
-        visit(slot.step);
-    for (const at::Tensor &tensor : slot.own)
-        visit(tensor);
-}
-
-} // namespace
-
 // As backward usually leaves it no lock has to be taken for each slot.
 bool has_unused_gradient(const Plan &plan) {
     if (of_plan_unconfirmed(plan.core) == plan.slots.size())
@@ -159,7 +141,7 @@ void drop_gradients(Plan &its) {
 bool shares_state(const Slot &slot) {
     constexpr size_t kOwn = 2;
     bool is_shared = false;
-    each_of_state(slot, [&is_shared](const at::Tensor &t) { is_shared |= t.use_count() > kOwn; });
+    each_state(slot, [&is_shared](const at::Tensor &t) { is_shared |= t.use_count() > kOwn; });
     return is_shared;
 }
 
@@ -169,8 +151,7 @@ uint64_t param_version(const Slot &slot) {
 
 uint64_t state_version(const Slot &slot) {
     uint64_t sum = 0;
-    each_of_state(slot,
-                  [&sum](const at::Tensor &t) { sum += version_of(t.unsafeGetTensorImpl()); });
+    each_state(slot, [&sum](const at::Tensor &t) { sum += version_of(t.unsafeGetTensorImpl()); });
     for (size_t i = 1; i < slot.wrappers.size(); i++)
         sum += version_of(slot.wrappers[i]);
     return sum;

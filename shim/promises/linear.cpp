@@ -14,7 +14,6 @@
 
 #include "base/mkl.h"
 #include "base/parallel.h"
-#include "base/pinned.h"
 #include "base/plain_mode.h"
 #include "guard.h"
 #include "memory/memory.h"

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "base/pinned.h"
 #include "floating.h"
 #include "optfuse.h"
 

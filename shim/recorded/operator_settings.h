@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "base/device.h"
-#include "base/pinned.h"
 #include "floating.h"
 
 namespace optfuse::recorded {

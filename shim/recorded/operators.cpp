@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "native/native.h"
 #include "plan/arguments.h"
 #include "plan/plan.h"
 #include "plan/slots.h"
@@ -47,12 +48,8 @@ void leave_to_step(int64_t address, std::string why) {
 // The tensors that updates of this step read and write beside parameters and gradients.
 std::vector<at::Tensor> tensors_ahead(int64_t address) {
     std::vector<at::Tensor> found;
-    for (const Slot *slot : plan_at(address).slots) {
-        found.insert(found.end(), slot->own.begin(), slot->own.end());
-        for (const at::Tensor &state : slot->state)
-            if (state.defined())
-                found.push_back(state);
-    }
+    for (const Slot *slot : plan_at(address).slots)
+        each_state(*slot, [&found](const at::Tensor &state) { found.push_back(state); });
     return found;
 }
 

@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/pinned.h"
 #include "guard.h"
 #include "host/first_use.h"
 #include "plan/plan.h"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "memory/exchange.h"
-
+// exchange.cpp: the operator by which tensors change places with others of the same sizes, strides and
+// dtype.
 #include <ATen/core/grad_mode.h>
+#include <torch/library.h>
 
 #include "base/error.h"
 #include "guard.h"
@@ -31,10 +32,12 @@ void exchange_values(const at::Tensor &a, const at::Tensor &b) {
     b.copy_(kept);
 }
 
-} // namespace
-
-void exchange(const std::vector<at::Tensor> &a, const std::vector<at::Tensor> &b,
-              const std::vector<int64_t> &in_place) {
+// a[i] gets the values of b[i], and b[i] those of a[i]; both versions go up. Nothing is copied
+// where PyTorch allocated both memories on the CPU and nobody else knows them: then the
+// tensors exchange their memories. in_place[i] != 0: never that of a[i], whose address somebody
+// has.
+void exchange_all(const std::vector<at::Tensor> &a, const std::vector<at::Tensor> &b,
+                  const std::vector<int64_t> &in_place) {
     const at::NoGradGuard values_only;
     for (size_t i = 0; i < a.size(); i++) {
         if (a[i].sizes() != b[i].sizes() || a[i].dtype() != b[i].dtype())
@@ -47,4 +50,9 @@ void exchange(const std::vector<at::Tensor> &a, const std::vector<at::Tensor> &b
     }
 }
 
+} // namespace
 } // namespace optfuse
+
+TORCH_LIBRARY_FRAGMENT(optfuse, m) {
+    m.def("exchange(Tensor(a!)[] a, Tensor(b!)[] b, int[] in_place) -> ()", optfuse::exchange_all);
+}
