@@ -83,7 +83,7 @@ class Called {
         if (!has_mark(impl) || (impl->has_storage() && is_absent_here(storage_of(impl))))
             return false;
         if (!impl->has_storage() || impl->is_python_dispatch() || is_sealed(storage_of(impl)) ||
-            (!impl->is_cpu() && is_in_flight(impl)))
+            is_in_flight(impl))
             return true;
         if (!marks_stay())
             unmark(impl);

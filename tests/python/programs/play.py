@@ -32,7 +32,7 @@ class Run:
     action: str = ""  # at which it ended
     error: str = ""
     had_pending: bool = False  # at the tested deed
-    created: int = 0  # updates, of all optimizers
+    created: int = 0  # updates, of all optimizers, if it ended well
 
 
 @dataclass
@@ -142,7 +142,8 @@ def played(program, mode):
             break
     else:
         run.at = len(program.actions)
-    run.had_pending, run.created = world.had_pending, world.created()
+    run.had_pending = world.had_pending
+    run.created = world.created() if run.end == "equal" else 0
     return run
 
 

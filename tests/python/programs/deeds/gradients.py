@@ -7,7 +7,8 @@ import copy
 import torch
 from torch.nn import utils
 
-from programs.deed import ANYWHERE, BEFORE_STEP, EITHER, INDEX, deed
+from programs.deed import ANYWHERE, BEFORE_STEP, EITHER, INDEX, deed, raises
+from programs.optimizers import KINDS
 
 
 def with_norm(params):
@@ -99,3 +100,10 @@ def gradient_in_the_memory_of_another(world, index, other, what, is_turned):
             p.grad = t.detach()
             if is_turned and p.dim() == 2 and p.shape[0] == p.shape[1]:
                 p.grad = p.grad.t()
+
+
+@deed(setup={"ddp": "views"}, backward=raises("already fused"))
+def scale_the_gradients_of_another_optimizer(world):
+    """By a step() that is recorded, while updates wait for these gradients. In a bucket of
+    DistributedDataParallel's they have a mark, and nothing seals them."""
+    world.wrap(KINDS["Coupled"].make(world.params(), lr=0.1)).step()

@@ -33,7 +33,7 @@ def set_weight_decay(world, optimizer, value):
 def set_betas_or_momentum(world, optimizer):
     for group in world.optimizer(optimizer).param_groups:
         if "betas" in group:
-            group["betas"] = (0.5, 0.9)
+            group["betas"] = (0.5, 0.9, 0.8)[: len(group["betas"])]
         elif "momentum" in group:
             group["momentum"] = 0.5
 
