@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
-from optfuse._library.bindings import lib, lib_with_gil
+from optfuse._library.bindings import Error, lib, lib_with_gil
 from optfuse._options import RECORDED, Options
 from optfuse._patches import raw_memory
 from optfuse._patches.profiling import addresses_are_noted
@@ -65,7 +65,7 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self.before
         if step is None:
-            optimizer = self.owner()
+            optimizer = self._living_owner()
             step, args = type(optimizer).step, (optimizer, *args)
         if not self.is_fused:
             return step(*args, **kwargs)
@@ -81,6 +81,14 @@ class Step:
             made = lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
             lib.of_shim_recorded_counts(self.counts)
             return made
+
+    def _living_owner(self) -> Optimizer:
+        if (optimizer := self.owner()) is None:  # a cycle would keep its state
+            raise Error(
+                "optfuse: step() was called of an optimizer that is gone: unlike a method, "
+                "`optimizer.step` doesn't keep it; keep the optimizer itself"
+            )
+        return optimizer
 
     def _prepare_and_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for param in self.options.eager:
@@ -103,9 +111,7 @@ class Step:
         max_norm = self.options.max_grad_norm
         if max_norm is None:
             return
-        optimizer = self.owner()
-        assert optimizer is not None
-        params = parameters_of(optimizer)
+        params = parameters_of(self._living_owner())
         # PyTorch's operators on lists can't write negated ones.
         negated = any(p.grad is not None and p.grad.is_neg() for p in params)
         stock_clip_grad_norm_(params, max_norm, foreach=False if negated else None)

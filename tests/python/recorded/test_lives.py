@@ -3,12 +3,14 @@
 
 import contextlib
 import copy
+import gc
 import signal
 import warnings
 
 import pytest
 import torch
 from common import assert_same, snapshot
+from recorded_classes import KINDS
 from style_classes import STYLES, AdaBelief, Base, Lamb, TensorCounter, TrainsAndEvaluates
 from torch import nn
 
@@ -349,6 +351,14 @@ def test_lazy_parameters():
     assert_same("weights", train("forward"), train(None))
     with pytest.raises(optfuse.Error, match="it is not initialized yet; run one forward"):
         train("backward")
+
+
+def test_a_step_outlives_its_optimizer_by_an_error():
+    weight = torch.nn.Parameter(torch.ones(3))
+    step = optfuse.fuse(KINDS["Elementwise"]([weight], lr=0.1)).step
+    gc.collect()
+    with pytest.raises(optfuse.Error, match="keep the optimizer itself"):
+        step()
 
 
 def test_nothing_warns():

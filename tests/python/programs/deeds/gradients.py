@@ -102,8 +102,9 @@ def gradient_in_the_memory_of_another(world, index, other, what, is_turned):
                 p.grad = p.grad.t()
 
 
-@deed(setup={"ddp": "views"}, backward=raises("already fused"))
+@deed(setup={"ddp": "views"}, backward=raises("already belongs to another optimizer"))
 def scale_the_gradients_of_another_optimizer(world):
     """By a step() that is recorded, while updates wait for these gradients. In a bucket of
     DistributedDataParallel's they have a mark, and nothing seals them."""
-    world.wrap(KINDS["Coupled"].make(world.params(), lr=0.1)).step()
+    optimizer = world.wrap(KINDS["Coupled"].make(world.params(), lr=0.1))
+    optimizer.step()
