@@ -39,7 +39,6 @@ LEFT_OUT_WHERE_IT_IS_PLAYED = {
     # p.data = launches nothing there.
     r"another_dtype|forward-(write|new_data|vector_to_parameters|cast_before_step)\]": NOT_PLAYED,
     r"backward-(read|read_a_gradient|change_state)\]": "long, and played in forward mode",
-    r"backward-(hook_before_step_on|step_with_a_hook_that)": "a late change is not told there",
 }
 
 # On a GPU, which the fake one plays otherwise.
