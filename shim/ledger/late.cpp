@@ -40,7 +40,8 @@ bool Ledger::is_updated(size_t slot) const {
 }
 
 void Ledger::refuse_late_changes(OptimizerReader &now, const Look &look, bool at_step) {
-    const bool is_used = has_updated() || (counts_together() && recorded::ahead_in(plan)->has_begun());
+    const bool is_used =
+        has_updated() || (counts_together() && recorded::ahead_in(plan)->has_begun());
     if (!has_begun || !is_used || !OF_GUARD(late))
         return;
     const std::vector<std::string> found = late_changes(now, look);

@@ -75,9 +75,9 @@ class Called {
         return is_absent(storage) && data_ptr_of(storage).get_context() == tape->context();
     }
 
-    // An update that is pending, of another optimizer, a promise or the like: its memory is sealed on
-    // the CPU, and on a GPU it may be in flight. Aliases of what lines have made, and what an update
-    // on a side stream has written, may have a mark that nobody has taken off.
+    // An update that is pending, of another optimizer, a promise or the like: its memory is sealed,
+    // but for a GPU's and a bucket's of DistributedDataParallel. Aliases of what lines have made, and
+    // what an update on a side stream has written, may have a mark that nobody has taken off.
     bool is_others(const at::Tensor &tensor) const {
         c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
         if (!has_mark(impl) || (impl->has_storage() && is_absent_here(storage_of(impl))))
