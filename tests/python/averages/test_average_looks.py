@@ -2,16 +2,12 @@
 """Whoever looks at an average whose weight's update is pending finds it made; and it lives as long
 as it is needed."""
 
-import copy
-import ctypes
 import gc
-import io
 import threading
 import weakref
 
-import pytest
 import torch
-from averaged import KINDS, averaged_net, averages_of, script_of, update
+from averaged import KINDS, averaged_net, update
 from common import (
     adamw,
     assert_same,
@@ -21,45 +17,10 @@ from common import (
     train,
 )
 from test_marks import is_marked
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 import optfuse
-
-
-def through_address(tensor):
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def saved(averaged):
-    memory = io.BytesIO()
-    torch.save(averaged.state_dict(), memory)
-    memory.seek(0)
-    return dict(torch.load(memory))
-
-
-LOOKS = {
-    "an operator": lambda a: a.module[0].weight + 0,
-    "a list": lambda a: torch._foreach_add([*a.parameters()], 1.0),
-    ".data": lambda a: a.module[2].bias.data.clone(),
-    "NumPy": lambda a: torch.from_numpy(a.module[0].bias.detach().numpy().copy()),
-    "an address": lambda a: through_address(a.module[0].weight),
-    "tolist": lambda a: a.module[0].bias.tolist(),
-    "state_dict": lambda a: dict(a.state_dict()),
-    "torch.save": saved,
-    "deepcopy": lambda a: [*copy.deepcopy(a).parameters()],
-    "a forward pass": lambda a: a(torch.ones(3, 33)),
-    "a write": lambda a: nn.init.constant_(a.module[2].weight, 0.5),
-    "a version": lambda a: a.module[0].weight._version,
-    "one of storage": lambda a: bytes(a.module[0].weight.untyped_storage()),
-}
-
-
-@pytest.mark.parametrize("kind", ("EMA", "EMA one by one"))
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_looks_find_the_average_made(look, kind):
-    same(script_of(KINDS[kind], look=look))
 
 
 def test_nothing_is_launched():
@@ -70,20 +31,6 @@ def test_nothing_is_launched():
     summary = optfuse.summary(optimizer)
     assert summary.pending == summary.averages == len([*model.parameters()])
     assert "averages of weights: 6 made with updates" in str(summary)
-
-
-def test_an_alias_of_the_average_that_somebody_keeps_sees_it():
-    def script(wrap):
-        model, optimizer, averaged = averaged_net(wrap)
-        array = averaged.module[0].weight.detach().numpy()
-        for i in range(3):
-            train(model, optimizer, i)
-            update(wrap, averaged, model)
-            yield "array", torch.from_numpy(array.copy())
-        if wrap.fused:
-            assert averages_of(optimizer) == 2 * (len([*model.parameters()]) - 1)
-
-    same(script, prove=False)
 
 
 def test_an_average_that_dies_before_the_update():

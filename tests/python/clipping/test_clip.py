@@ -2,13 +2,12 @@
 """optfuse.clip_grad_norm_: the norm, the gradients as anyone sees them and the
 updates have the bits of torch's function followed by step()."""
 
-import copy
 import math
 
 import on_device
 import pytest
 import torch
-from clip_scripts import DTYPES, STEPS, TIGHT, backward, clip, gradients, long_net, script_of
+from clip_scripts import DTYPES, TIGHT, clip, gradients, script_of
 from common import (
     adamw,
     assert_same_tensor,
@@ -123,44 +122,3 @@ def test_backward_mode_is_refused():
 
 
 # max_grad_norm
-
-
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_max_grad_norm_is_clip_and_step(make):
-    def script(wrap):
-        model = long_net()
-        optimizer = make(model.parameters())
-        optimizer = wrap(optimizer, max_grad_norm=TIGHT)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            backward(model, i)
-            if not wrap.fused:
-                nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
-            optimizer.step()
-            wrap.pending()
-            if i % 2:
-                yield "gradients", gradients(model)
-            yield from everything(model, optimizer)
-
-    same(script)
-
-
-def test_max_grad_norm_with_a_closure_and_in_a_copy():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()), max_grad_norm=TIGHT)
-        model, optimizer = copy.deepcopy((model, optimizer))
-        for i in range(STEPS):
-
-            def closure(i=i):
-                optimizer.zero_grad()
-                loss = loss_of(model, i)
-                loss.backward()
-                if not wrap.fused:
-                    nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
-                return loss
-
-            yield "loss", optimizer.step(closure)
-            yield from everything(model, optimizer)
-
-    same(script, prove=False)

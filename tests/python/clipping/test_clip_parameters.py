@@ -41,22 +41,6 @@ def test_only_parameters_that_are_not_fused():
     assert optfuse.clip_grad_norm_([], 1.0) == 0
 
 
-def test_one_tensor_a_generator_and_repeated_parameters():
-    def script(wrap):
-        model = long_net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            backward(model, i)
-            yield "one", clip(wrap, model[0].weight)
-            yield "generator", clip(wrap, (p for p in model.parameters()))
-            yield "twice", clip(wrap, [model[0].bias, model[0].bias], TIGHT / 9)
-            optimizer.step()
-            yield from everything(model, optimizer)
-
-    same(script)
-
-
 def test_two_optimizers_on_one_parameter():
     def script(wrap):
         model = long_net()

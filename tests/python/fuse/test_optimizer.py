@@ -2,17 +2,12 @@
 """A fused optimizer stays a torch.optim optimizer: groups, schedulers,
 state, copies. Where both modes promise it, both are tested."""
 
-import copy
 import ctypes
-import io
-import pickle
-import warnings
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from common import adamw, everything, loss_of, net, python_ok, refused, same, sgd, train
-from scripts import trained
+from common import adamw, everything, net, python_ok, refused, same, sgd, train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -20,17 +15,6 @@ import optfuse
 
 STEPS = 6
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
-
-
-def in_groups(model, make=adamw):
-    """Three groups with options of their own."""
-    return make(
-        [
-            {"params": model[0].parameters(), "lr": 0.05},
-            {"params": [model[2].weight], "weight_decay": 0.0},
-            {"params": [model[2].bias, *model[4].parameters()]},
-        ]
-    )
 
 
 def test_the_same_object_with_the_same_face_comes_back():
@@ -87,123 +71,6 @@ def test_backward_raises_where_state_lacks_what_an_option_asks_for():
 
 
 @both_modes
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_several_groups(mode, make):
-    def start(wrap):
-        model = net()
-        optimizer = wrap(in_groups(model, make))
-        return model, optimizer
-
-    same(trained(start=start), mode)
-
-
-@both_modes
-def test_hyper_parameters_changed_between_steps(mode):
-    """A change after step() belongs to the next update, not to a pending one."""
-
-    def start(wrap):
-        model = net()
-        optimizer = wrap(in_groups(model))
-        return model, optimizer
-
-    def between(model, optimizer, i):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.7
-            group["weight_decay"] += 0.1
-            group["betas"] = (0.9 - 0.1 * i, 0.99)
-            group["maximize"] = i % 2 == 0
-
-    same(trained(start=start, between=between), mode)
-
-
-@both_modes
-def test_lr_as_a_tensor_changed_in_place(mode):
-    def between(model, optimizer, i):
-        optimizer.param_groups[0]["lr"].mul_(0.5)
-
-    same(trained(lambda p: adamw(p, lr=torch.tensor(0.05)), between=between), mode)
-
-
-@both_modes
-def test_a_group_added_later(mode):
-    def script(wrap):
-        model, late = net(), nn.Linear(3, 3)
-        optimizer = wrap(adamw(model.parameters()))
-        whole = nn.Sequential(model, late)
-        for i in range(STEPS):
-            train(whole, optimizer, i)
-            wrap.pending()
-            if i == 2:
-                optimizer.add_param_group({"params": late.parameters(), "lr": 0.1})
-            if i < 2:
-                late.zero_grad()
-        yield from everything(whole, optimizer)
-
-    same(script, mode)
-
-
-SCHEDULERS = {
-    "StepLR": lambda opt: [lr_scheduler.StepLR(opt, 2, 0.5)],
-    "LambdaLR": lambda opt: [lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i))],
-    "OneCycleLR": lambda opt: [lr_scheduler.OneCycleLR(opt, 0.1, total_steps=50)],
-    "CosineAnnealingLR": lambda opt: [lr_scheduler.CosineAnnealingLR(opt, 4)],
-    "SequentialLR": lambda opt: [
-        lr_scheduler.SequentialLR(
-            opt,
-            [lr_scheduler.ConstantLR(opt, 0.1, 2), lr_scheduler.ExponentialLR(opt, 0.9)],
-            [2],
-        )
-    ],
-    "two at once": lambda opt: [
-        lr_scheduler.StepLR(opt, 2, 0.5),
-        lr_scheduler.ExponentialLR(opt, 0.9),
-    ],
-}
-
-
-@both_modes
-@pytest.mark.parametrize("when", ("before fuse", "after fuse"))
-@pytest.mark.parametrize("which", SCHEDULERS)
-def test_schedulers(mode, when, which):
-    def script(wrap):
-        model = net()
-        optimizer = adamw(model.parameters())
-        if when == "before fuse":
-            schedulers = SCHEDULERS[which](optimizer)
-            optimizer = wrap(optimizer)
-        else:
-            optimizer = wrap(optimizer)
-            schedulers = SCHEDULERS[which](optimizer)
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            for scheduler in schedulers:
-                scheduler.step()
-            yield "lr", [group["lr"] for group in optimizer.param_groups]
-        yield "scheduler", [scheduler.last_epoch for scheduler in schedulers]
-        yield from everything(model, optimizer)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a scheduler that misses step() only warns
-        warnings.filterwarnings("ignore", message="The epoch parameter in")
-        same(script, mode)
-
-
-@both_modes
-def test_reduce_on_plateau(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            scheduler.step(1.0)
-        yield "lr", optimizer.param_groups[0]["lr"]
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
-@both_modes
 @pytest.mark.parametrize("names", [("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg_sq",)])
 def test_bfloat16_state_of_a_float32_parameter(names, mode):
     """PyTorch refuses it on the CPU."""
@@ -223,102 +90,7 @@ def test_bfloat16_state_of_a_float32_parameter(names, mode):
     assert p.eq(1).all() and not any(value.any() for value in entry.values())
 
 
-def test_a_closure():
-    def iteration(model, optimizer, i):
-        def closure(i=i):
-            optimizer.zero_grad()
-            loss = loss_of(model, i)
-            loss.backward()
-            return loss
-
-        yield "loss", optimizer.step(closure)
-
-    same(trained(iteration=iteration))
-
-
 # State in and out, at any moment
-
-
-@both_modes
-@pytest.mark.parametrize("used", (False, True), ids=("into a new one", "into a used one"))
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_state_from_stock_continues_fused(mode, used, make):
-    def script(wrap):
-        stocks_model = net()
-        stock = make(stocks_model.parameters())
-        model = copy.deepcopy(stocks_model)
-        optimizer = wrap(make(model.parameters()))
-        for i in range(3):
-            train(stocks_model, stock, i)
-            if used:
-                train(model, optimizer, 10 + i)
-        if used:
-            wrap.pending()
-        model.load_state_dict(stocks_model.state_dict())
-        optimizer.load_state_dict(stock.state_dict())
-        for i in range(3, 3 + STEPS):
-            train(model, optimizer, i)
-            train(stocks_model, stock, i)
-        yield from everything(model, optimizer)
-        yield from everything(stocks_model, stock)
-
-    same(script, mode)
-
-
-@both_modes
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_state_from_fused_continues_in_stock(mode, make):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)
-        wrap.pending()
-        optimizer.zero_grad()
-        stocks_model = copy.deepcopy(model)
-        stock = make(stocks_model.parameters())
-        stock.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for i in range(3, 3 + STEPS):
-            train(stocks_model, stock, i)
-            train(model, optimizer, i)
-        yield from everything(stocks_model, stock)
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
-@both_modes
-def test_its_own_earlier_state_loaded_while_pending(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        train(model, optimizer, 0)
-        saved = copy.deepcopy(optimizer.state_dict())
-        for i in range(1, STEPS):
-            train(model, optimizer, i)
-            wrap.pending()
-            if i == 3:
-                optimizer.load_state_dict(saved)
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
-@both_modes
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_fused_in_the_middle_of_training(mode, make):
-    def script(wrap):
-        model = net()
-        optimizer = make(model.parameters())
-        for i in range(3):
-            train(model, optimizer, i)
-        optimizer.zero_grad()
-        optimizer = wrap(optimizer)
-        for i in range(3, 3 + STEPS):
-            train(model, optimizer, i)
-        yield from everything(model, optimizer)
-
-    same(script, mode)
 
 
 @both_modes
@@ -348,54 +120,6 @@ def test_unfuse_gives_stock_back_with_its_state(mode, make):
 
 
 # Copies
-
-
-@both_modes
-def test_model_and_optimizer_deepcopied_while_pending(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)
-        wrap.pending()
-        if mode == "backward":
-            optimizer.zero_grad()
-        twin, twins_optimizer = copy.deepcopy((model, optimizer))
-        for i in range(3, 3 + STEPS):
-            train(model, optimizer, i)
-            train(twin, twins_optimizer, 10 + i)
-        yield from everything(model, optimizer)
-        yield from everything(twin, twins_optimizer)
-
-    same(script, mode)
-
-
-@both_modes
-@pytest.mark.parametrize("how", ("pickle", "torch.save"))
-def test_model_and_optimizer_pickled_while_pending(mode, how):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)
-        wrap.pending()
-        if mode == "backward":
-            optimizer.zero_grad()
-        buffer = io.BytesIO()
-        (pickle.dump if how == "pickle" else torch.save)((model, optimizer), buffer)
-        buffer.seek(0)
-        if how == "pickle":
-            twin, twins_optimizer = pickle.load(buffer)
-        else:
-            twin, twins_optimizer = torch.load(buffer, weights_only=False)
-        assert type(twins_optimizer) is torch.optim.AdamW
-        for i in range(3, 3 + STEPS):
-            train(model, optimizer, i)
-            train(twin, twins_optimizer, 10 + i)
-        yield from everything(model, optimizer)
-        yield from everything(twin, twins_optimizer)
-
-    same(script, mode)
 
 
 def test_a_pickled_optimizer_loads_where_optfuse_is_missing(tmp_path):

@@ -20,36 +20,6 @@ STEPS = 5
 # Optimizer and model deleted
 
 
-def test_an_optimizer_deleted_with_updates_pending():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-        wrap.pending(optimizer)
-        if wrap.fused:
-            wrap.optimizers.clear()
-        del optimizer
-        gc.collect()
-        yield "parameters", dict(model.state_dict())
-
-    same(script, prove=False)
-
-
-def test_an_optimizer_replaced_every_step():
-    def script(wrap):
-        model = net()
-        for i in range(STEPS):
-            optimizer = wrap(adamw(model.parameters()))
-            train(model, optimizer, i)
-            wrap.pending(optimizer)
-            if wrap.fused:
-                wrap.optimizers.clear()
-        yield "parameters", dict(model.state_dict())
-
-    same(script, prove=False)
-
-
 def test_a_model_deleted_with_updates_pending():
     def script(wrap):
         model = net()
@@ -183,25 +153,6 @@ def in_thread(function):
     return result[0]
 
 
-def test_another_thread_infers_between_steps():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            train(model, optimizer, i)
-            if i == 0:
-                wrap.pending()
-
-            def infer():
-                with torch.no_grad():
-                    return model(batch(99)[0])
-
-            yield "inference", in_thread(infer)
-        yield from everything(model, optimizer)
-
-    same(script)
-
-
 def test_after_a_foreign_thread_updates_run_at_once_and_summary_says_so():
     model = net()
     optimizer = optfuse.fuse(adamw(model.parameters()))
@@ -212,18 +163,6 @@ def test_after_a_foreign_thread_updates_run_at_once_and_summary_says_so():
     after = optfuse.summary(optimizer)
     assert after.threads_seen and after.pending == 0, str(after)
     assert "thread" in str(after)
-
-
-def test_training_in_another_thread():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        losses = in_thread(lambda: [train(model, optimizer, i).item() for i in range(STEPS)])
-        yield "losses", losses
-        yield from everything(model, optimizer)
-
-    same(script)
-    same(script, mode="backward")
 
 
 def test_threads_infer_all_the_time_while_training():
@@ -408,18 +347,3 @@ def test_two_models_train_in_two_threads_at_once():
 
     same(script)
     same(script, mode="backward")
-
-
-def test_sgd_with_momentum_survives_a_deleted_optimizer_too():
-    def script(wrap):
-        model = net()
-        for _ in range(3):
-            optimizer = wrap(sgd(model.parameters()))
-            train(model, optimizer, 0)
-            train(model, optimizer, 1)
-            if wrap.fused:
-                wrap.optimizers.clear()
-            del optimizer
-        yield "parameters", dict(model.state_dict())
-
-    same(script, prove=False)

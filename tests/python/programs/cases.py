@@ -70,6 +70,7 @@ def fitting(deed):
 
 def setup_of(deed, kind, model):
     one = {"kind": kind if deed.make else kind.name, "options": dict(kind.options[0])}
+    one["groups"] = deed.setup.get("groups", 1)
     models, optimizers = ([], []) if deed.where == ALONE else ([model], [one])
     setup = {"models": models, "optimizers": optimizers, "bucket_bytes": 1, "tested": deed.name}
     return {**setup, **deed.setup}

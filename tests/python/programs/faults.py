@@ -135,14 +135,18 @@ def control(name):
     return outcomes
 
 
-def of_deeds():
+def ready():
     prepare()
+    lib.of_shim_wait_from(0)  # clipping is left to the updates of these small parameters, too
+
+
+def of_deeds():
+    ready()
     faults = [name for name, deed in DEEDS.items() if deed.fault]
     print(json.dumps({name: control(name) for name in sys.argv[1:] or faults}))
 
 
 def main():
-    prepare()
-    lib.of_shim_wait_from(0)  # clipping is left to the updates of these small parameters, too
+    ready()
     guards = sys.argv[1:] or OFTEN
     print(json.dumps({guard: found(guard) for guard in guards}))

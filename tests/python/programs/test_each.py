@@ -7,9 +7,12 @@ import os
 
 import pytest
 from common import python
+from small_gradients import small_gradients_wait  # noqa: F401
+from torch.optim import lr_scheduler
 
 from programs.cases import failures
 from programs.deed import DEEDS
+from programs.deeds.tuning import SCHEDULERS
 from programs.play import MODES
 
 
@@ -35,3 +38,12 @@ def test_a_deed_fails_without_its_guard(name, controls):
     with_guard, without = controls[name]
     assert not with_guard, f"with the guard {DEEDS[name].fault[0]!r} on: {with_guard[0]}"
     assert without, f"it is as well with the guard {DEEDS[name].fault[0]!r} off"
+
+
+def test_no_scheduler_is_left_out():
+    found = {
+        name
+        for name, one in vars(lr_scheduler).items()
+        if isinstance(one, type) and issubclass(one, lr_scheduler.LRScheduler)
+    }
+    assert found - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from programs.deed import BOOL, INDEX, deed
 from programs.deeds.reading import saved
+from programs.deeds.renewing import COPIES
 from programs.optimizers import has_no_attributes
 
 
@@ -111,3 +112,43 @@ def average_by_hand(world, model):
     for p in world.model(model).parameters():
         twin = p.detach().clone()
         p.lerp_(twin * 0.5, 0.25)
+
+
+def train_apart(world, model, optimizer):
+    """Trains a model and an optimizer that are not the world's own."""
+    for i in range(2):
+        optimizer.zero_grad()
+        world.loss(0, 9 + i, model).backward()
+        optimizer.step()
+    world.see("apart", [p.detach() for p in model.parameters()])
+    world.see("state apart", optimizer.state_dict())
+
+
+@deed(weight=0, kinds=has_no_attributes, how=COPIES)
+def train_beside_a_copy(world, how):
+    world.optimizer().zero_grad()
+    (model,), (optimizer,) = how((world.models, world.optimizers))
+    world.see("class", type(optimizer).__name__)
+    world.train()
+    train_apart(world, model, optimizer)
+
+
+@deed(weight=0, kinds=has_no_attributes, back=BOOL)
+def go_on_in_a_stock_optimizer(world, back):
+    """The stock optimizer takes the state over, and hands it back."""
+    model, kept = copy.deepcopy((world.model(), world.optimizer().state_dict()))
+    world.models, own = [model], world.models
+    optimizer = world.make(world.specs[0])
+    world.models = own
+    optimizer.load_state_dict(kept)
+    train_apart(world, model, optimizer)
+    if back:
+        world.model().load_state_dict(model.state_dict())
+        world.optimizer().load_state_dict(optimizer.state_dict())
+
+
+@deed(weight=0)
+def load_its_earlier_state(world):
+    kept = copy.deepcopy(world.optimizer().state_dict())
+    world.train()
+    world.optimizer().load_state_dict(kept)

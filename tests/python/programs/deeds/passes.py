@@ -32,6 +32,13 @@ def backward_in_another_thread(world, loss):
     thread.join()
 
 
+@deed()
+def train_in_another_thread(world):
+    thread = threading.Thread(target=world.train)
+    thread.start()
+    thread.join()
+
+
 @deed(BACKWARD, backward=EITHER)
 def backward_twice_over_one_graph(world, loss):
     world.backward(loss, retain_graph=True)

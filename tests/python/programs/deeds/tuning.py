@@ -64,7 +64,8 @@ def chain(o):
 
 
 def cyclic(o):
-    return lr_scheduler.CyclicLR(o, 1e-3, 0.1, step_size_up=2, cycle_momentum=False)
+    has_momentum = not {"momentum", "betas"}.isdisjoint(o.defaults)
+    return lr_scheduler.CyclicLR(o, 1e-3, 0.1, step_size_up=2, cycle_momentum=has_momentum)
 
 
 SCHEDULERS = {
