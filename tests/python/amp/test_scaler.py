@@ -3,12 +3,11 @@
 skipped steps and the scaler's state are those of stock, folded or not."""
 
 import copy
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import adamw, assert_same_tensor, batch, everything, loss_of, net, same, sgd
+from common import adamw, assert_same_tensor, everything, loss_of, net, same
 from torch import nn
 
 import optfuse
@@ -23,176 +22,8 @@ def clip(wrap, parameters, max_norm=TIGHT, **options):
     return function(parameters, max_norm, **options)
 
 
-def gradients(model):
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-
-
 def scaler_of(scale=65536.0):
     return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
-
-
-def break_one(model, value):
-    model[2].weight.grad[1, 1] = value
-
-
-def loop(make=adamw, scale=65536.0, unscale=True, clips=True, look=False, bad=(1, 3), **options):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(make(model.parameters()))
-        scaler = scaler_of(scale)
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            if i in bad:
-                break_one(model, (math.inf, math.nan)[i // 2])
-            if unscale:
-                scaler.unscale_(optimizer)
-            if clips:
-                yield "norm", clip(wrap, model.parameters(), **options)
-            if look:
-                yield "gradients", gradients(model)
-            scaler.step(optimizer)
-            scaler.update()
-            yield "scaler", scaler.state_dict()
-            yield from everything(model, optimizer)
-        yield "gradients", gradients(model)
-
-    return script
-
-
-@FOLDS
-@pytest.mark.parametrize("make", (adamw, sgd))
-@pytest.mark.parametrize("unscale", (True, False))
-@pytest.mark.parametrize("clips", (True, False))
-def test_training(fold, make, unscale, clips):
-    same(loop(make, unscale=unscale, clips=clips and unscale), fold=fold)
-
-
-@FOLDS
-@pytest.mark.parametrize("scale", (1.0, 3.0, 0.1, 1e30, 1e-30, 7e4))
-def test_scales_that_are_no_powers_of_two(fold, scale):
-    same(loop(scale=scale), fold=fold)
-
-
-@FOLDS
-@pytest.mark.parametrize("norm_type", (1.0, math.inf, 3.0))
-@pytest.mark.parametrize("foreach", (None, False))
-def test_other_norms(fold, norm_type, foreach):
-    same(loop(norm_type=norm_type, foreach=foreach), fold=fold)
-
-
-@FOLDS
-def test_gradients_read_in_between(fold):
-    same(loop(look=True), fold=fold)
-    same(loop(look=True, clips=False), fold=fold)
-
-
-@FOLDS
-def test_clipping_twice_and_by_torch(fold):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = scaler_of()
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            scaler.unscale_(optimizer)
-            yield "first", clip(wrap, model.parameters())
-            yield "second", clip(wrap, model.parameters(), TIGHT / 2)
-            yield "third", clip(wrap, model[0].parameters(), TIGHT / 9)
-            if i % 2:
-                yield "torch's", nn.utils.clip_grad_norm_(model.parameters(), TIGHT / 20)
-            scaler.step(optimizer)
-            scaler.update()
-            yield from everything(model, optimizer)
-            yield "gradients", gradients(model)
-
-    same(script, fold=fold)
-
-
-@FOLDS
-def test_accumulation_of_scaled_gradients(fold):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = scaler_of()
-        for i in range(STEPS):
-            for micro in range(2):
-                scaler.scale(loss_of(model, 2 * i + micro)).backward()
-            scaler.unscale_(optimizer)
-            loss_of(model, 99).backward()  # adds to unscaled gradients
-            yield "norm", clip(wrap, model.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            yield from everything(model, optimizer)
-
-    same(script, fold=fold)
-
-
-@FOLDS
-def test_max_grad_norm(fold):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()), max_grad_norm=TIGHT)
-        scaler = scaler_of()
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            if i == 2:
-                break_one(model, math.inf)
-            if not wrap.fused:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), TIGHT)
-            scaler.step(optimizer)
-            scaler.update()
-            yield "scaler", scaler.state_dict()
-            yield from everything(model, optimizer)
-
-    same(script, fold=fold)
-
-
-@FOLDS
-def test_two_optimizers_and_one_scaler(fold):
-    def script(wrap):
-        model = net()
-        first, second = wrap(adamw(model[:2].parameters())), wrap(sgd(model[2:].parameters()))
-        scaler = scaler_of()
-        for i in range(STEPS):
-            model.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            if i == 1:
-                break_one(model, math.nan)
-            scaler.unscale_(first)
-            yield "norm", clip(wrap, model[:2].parameters())
-            for optimizer in (first, second):
-                scaler.step(optimizer)
-            scaler.update()
-            yield "scaler", scaler.state_dict()
-            yield from everything(model, first)
-            yield from everything(model, second)
-
-    same(script, fold=fold)
-
-
-@FOLDS
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
-def test_other_dtypes(fold, dtype):
-    def script(wrap):
-        model = net().to(dtype)
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = scaler_of()
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x, y = (t.to(dtype) for t in batch(i))
-            scaler.scale((model(x) - y).square().mean()).backward()
-            scaler.unscale_(optimizer)
-            yield "norm", clip(wrap, model.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            yield from everything(model, optimizer)
-
-    same(script, fold=fold)
 
 
 @FOLDS

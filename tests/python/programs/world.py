@@ -57,6 +57,7 @@ class World:
         # Options of fuse(); stock clips by hand.
         self.passes = setup.get("accumulate", 1)
         self.max_norm = setup.get("max_grad_norm")
+        self.fold = setup.get("fold", True)
         self.bucket_bytes = setup.get("bucket_bytes", 1)
         self.overlapping = "same elements" in self.kinds
         self.specs = list(setup["optimizers"])
@@ -107,7 +108,8 @@ class World:
             self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
         if self.mode == "forward":
-            mode = optfuse.Forward(**{"max_grad_norm": self.max_norm, **options})
+            own = {"max_grad_norm": self.max_norm, "fold": self.fold}
+            mode = optfuse.Forward(**{**own, **options})
         else:
             if self.max_norm is not None:
                 raise optfuse.Error("optfuse.Backward() has no max_grad_norm=")

@@ -149,6 +149,7 @@ ACTS = {
     **{
         f"write, {name}": lambda world, way=way: way(world.grad())
         for name, way in OF_GRADIENTS.items()
+        if name != "data ="  # half by other data
     },
 }
 REFUSED = raises("clipping", "parameter 0 of group 0", "backward mode")
