@@ -167,6 +167,8 @@ class _FusedRecorded(_Fused):
             make = functools.partial(link.step, optimizer)
             return updater.called(optimizer, make, *args, **kwargs)
 
+    step.hooked = True  # stock's step() runs the hooks; load_state_dict() would wrap this one, too
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
         link_of(optimizer).updater.give_up(optimizer)

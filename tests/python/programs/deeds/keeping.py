@@ -147,7 +147,7 @@ def go_on_in_a_stock_optimizer(world, back):
         world.optimizer().load_state_dict(optimizer.state_dict())
 
 
-@deed(weight=0, kinds=("AdamW", "SGD", "RMSprop", "Lion"))
+@deed(weight=0)
 def load_its_earlier_state(world):
     kept = copy.deepcopy(world.optimizer().state_dict())
     world.train()

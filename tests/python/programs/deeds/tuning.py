@@ -189,12 +189,20 @@ def hook_before_step(world, optimizer):
     world.add_step_hook(optimizer, halve)
 
 
+def halve_gradients(chosen, args, kwargs):
+    for group in chosen.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
 @deed("anywhere", weight=1, optimizer=INDEX, backward=EITHER)
 def hook_before_step_on_gradients(world, optimizer):
-    def scale(chosen, args, kwargs):
-        for group in chosen.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.mul_(0.5)
+    world.add_step_hook(optimizer, halve_gradients)
 
-    world.add_step_hook(optimizer, scale)
+
+@deed(weight=1, backward=EITHER)
+def hook_on_gradients_of_a_loaded_optimizer(world):
+    """PyTorch's load_state_dict() wraps a step() that does not say that it runs hooks."""
+    world.optimizer().load_state_dict(world.optimizer().state_dict())
+    world.add_step_hook(0, halve_gradients)
