@@ -27,6 +27,7 @@ from optfuse._updaters.shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import Entry, OfPlan, Updater, has_scale
 
+_UNTOLD: list[Any] = [object()]  # values that no entry has, not even an empty one
 _CHANGED = (
     "optfuse: it changed {}, and a class that is registered may change nothing but its parameter "
     "and that one's state. Leave optfuse.register() out for this class: its step() is recorded then"
@@ -137,7 +138,7 @@ class Registered(Updater):
             numbers = [n for group in groups for n in self._native.numbers(group)]
             torch.ops.optfuse.set_numbers(self._plan, len(self._native.options), numbers)
         lib_with_gil.of_shim_hide_gradients(self._plan, slots.params)
-        self._entries, self._values = [None] * len(slots), [[]] * len(slots)
+        self._entries, self._values = [None] * len(slots), [_UNTOLD] * len(slots)
         state = optimizer.__dict__["state"]
         self._keys = no_parameters(state)
         for slot, param in enumerate(slots.params):
