@@ -35,11 +35,11 @@ PROGRAMS = 60  # random ones, of each process
 GPU_BITS = ["test_gpu_bits", "test_gpu_rules"]
 TRANSPARENCY = ["test_streams", "test_side_stream", "test_training", "test_clipping"]
 TRANSPARENCY += ["test_graphs", "test_memory", "test_profile"]
-READS = "python/forward/test_reads.py::test_"
+EACH = "python/programs/test_each.py::test_each[forward-"
 ALWAYS = {
-    "key": READS + "weights_read_while_pending[clone]",
-    "raw": READS + "state_read_while_pending[torch.save]",
-    "privacy": READS + "aliases_held_across_steps_see_every_update[after fuse-slice]",
+    "key": EACH + "read]",
+    "raw": EACH + "read_the_whole]",
+    "privacy": EACH + "hold]",
     "factors": "python/clipping/test_clip.py::test_clip_and_step[0.05-torch.float32-adamw]",
 }
 #: Guard, and the test that fails without it: one that can fail.

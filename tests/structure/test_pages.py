@@ -37,8 +37,12 @@ def texts() -> str:
 
 @cache
 def known_tests() -> set[str]:
+    """And deeds, each of which is played by tests/python/programs/test_each.py."""
     found = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
-    return set(re.findall(r"^def (test_\w+)", "\n".join(found), re.MULTILINE))
+    tests = set(re.findall(r"^def (test_\w+)", "\n".join(found), re.MULTILINE))
+    folder = ROOT / "tests" / "python" / "programs" / "deeds"
+    deeds = [path.read_text("utf-8") for path in folder.glob("*.py")]
+    return tests | set(re.findall(r"^def (\w+)\(world", "\n".join(deeds), re.MULTILINE))
 
 
 def rows(page: Path) -> list[list[str]]:

@@ -28,14 +28,6 @@ import optfuse
 AGAIN = "zero_grad()"
 
 
-def test_step_twice_after_one_backward_is_refused():
-    model, optimizer = fused_backward()
-    train(model, optimizer, 0)
-    before = weights(model)
-    refused(optimizer.step, "already been applied", way_out=AGAIN)
-    assert_same("weights after the refusal", weights(model), before)
-
-
 def test_a_second_optimizer_in_forward_mode_finds_the_gradient_gone():
     p = nn.Parameter(torch.ones(3))
     first = optfuse.fuse(sgd([p]), mode="backward")
@@ -53,20 +45,6 @@ def test_a_parameter_left_out_of_the_next_backward_without_zero_grad():
     a.grad = None
     a.sum().backward()
     refused(optimizer.step, "parameter 1 of group 0", way_out=AGAIN)
-
-
-@pytest.mark.parametrize("set_to_none", (True, False))
-def test_a_parameter_left_out_of_the_next_backward_after_zero_grad(set_to_none):
-    def script(wrap):
-        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        optimizer = wrap(adamw([a, b]))
-        for i in range(4):
-            optimizer.zero_grad(set_to_none)
-            (a.sum() * 2 + (b.sum() if i % 2 else 0)).backward()
-            optimizer.step()
-        yield "weights", [a.detach(), b.detach()]
-
-    same(script, mode="backward")
 
 
 MOVES = {
@@ -163,89 +141,6 @@ def test_the_two_losses_of_a_generative_adversarial_network():
     same(script, mode="backward")
 
 
-MARK = "with optfuse.accumulate(optimizer):"
-
-
-def test_two_losses_that_are_not_marked_name_the_way_out():
-    model, _optimizer = fused_backward()
-    loss_of(model, 0).backward()
-    refused(lambda: loss_of(model, 1).backward(), "already applied", way_out=MARK)
-    model.zero_grad()
-    refused(lambda: loss_of(model, 1).backward(), "second gradient", way_out=MARK)
-
-
-def test_gradients_that_are_thrown_away_after_backward_name_the_way_out():
-    model, optimizer = fused_backward()
-    loss_of(model, 0).backward()
-    refused(optimizer.zero_grad, "thrown away", way_out=MARK)
-    model.zero_grad()
-    refused(optimizer.step, "thrown away", way_out=MARK)
-
-
-def test_groups_taken_away_are_noticed_before_an_update():
-    """The library would use another group's learning rate."""
-    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    groups = [{"params": [a], "lr": 1.0}, {"params": [b], "lr": 0.5}]
-    optimizer = optfuse.fuse(torch.optim.SGD(groups), mode="backward")
-    (a.sum() + b.sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    del optimizer.param_groups[0]
-    refused((a.sum() + b.sum()).backward, "param_groups", way_out=AGAIN)
-    assert (a.tolist(), b.tolist()) == ([0, 0], [0.5, 0.5])
-
-
-def test_groups_taken_away_before_zero_grad():
-    def script(wrap):
-        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        optimizer = wrap(adamw([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 0.5}]))
-        for i in range(5):
-            if i == 2:
-                del optimizer.param_groups[0]
-            if i == 4:
-                optimizer.param_groups[0]["params"].append(a)
-            for p in (a, b):
-                p.grad = None
-            optimizer.zero_grad()
-            (a.sum() + b.sum()).backward()
-            optimizer.step()
-            yield "weights", [a.detach(), b.detach()]
-
-    same(script, mode="backward")
-
-
-def test_a_group_added_between_backward_and_step():
-    def script(wrap):
-        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        optimizer = wrap(adamw([a]))
-        for i in range(4):
-            optimizer.zero_grad()
-            (a * b).sum().backward()
-            if i == 1:
-                optimizer.add_param_group({"params": [b], "lr": 0.5})
-            optimizer.step()
-            b.grad = None
-            yield "weights", [a.detach(), b.detach()]
-
-    same(script, mode="backward")
-
-
-def test_groups_changed_inside_backward_are_refused():
-    model, optimizer = fused_backward()
-    extra = nn.Parameter(torch.ones(2))
-    seen = []
-
-    def change(_):
-        add = {"params": [extra]}
-        seen.append(refused(lambda: optimizer.add_param_group(add), way_out="before"))
-        seen.append(refused(lambda: optfuse.unfuse(optimizer), way_out="before"))
-
-    model[0].weight.register_hook(change)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    assert len(seen) == 2 and len(optimizer.param_groups) == 1
-
-
 def test_unfuse_leaves_no_consumed_gradient_behind():
     """A gradient that nobody can read any more is as after zero_grad(); the others stay."""
     model, optimizer = fused_backward()
@@ -261,19 +156,6 @@ def test_unfuse_leaves_no_consumed_gradient_behind():
     optimizer.step()  # stock's: of the gradient that is there
     changed = [name for name in before if not torch.equal(weights(model)[name], before[name])]
     assert changed == ["0.weight"]
-
-
-def test_unfuse_before_step_leaves_gradients_at_which_stock_raises():
-    """step() would count, and find nothing to do."""
-    model, optimizer = fused_backward()
-    train(model, optimizer, 0)
-    optimizer.zero_grad()
-    loss_of(model, 1).backward()
-    optfuse.unfuse(optimizer)
-    assert all(p.grad is not None for p in model.parameters())
-    refused(optimizer.step, way_out=AGAIN)
-    optimizer.zero_grad()
-    train(model, optimizer, 2)
 
 
 def test_an_interrupt_inside_backward_stays_an_interrupt():
@@ -345,7 +227,7 @@ def test_a_consumed_gradient_that_was_told_to_require_one_is_not_used_again():
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_the_storage_of_a_consumed_gradient_is_given_to_nobody():
-    """PyTorch's is_shared() would end the process; see test_used_ways.py."""
+    """PyTorch's is_shared() would end the process; see programs/deeds/leaving.py."""
     model, optimizer = fused_backward()
     train(model, optimizer, 0)
     grad = model[0].weight.grad

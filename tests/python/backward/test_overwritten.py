@@ -16,7 +16,6 @@ from common import (
     train,
     weights,
 )
-from scripts import trained
 from torch import nn
 from torch.distributed.tensor import (
     DTensor,
@@ -61,33 +60,6 @@ OVERWRITES = {
     "zeros_like": replace_by_zeros,
     "data =": lambda p: setattr(p.grad, "data", torch.zeros_like(p)),
 }
-IN_PLACE = [name for name in OVERWRITES if name not in ("zeros_like", "data =")]
-
-
-def overwriting(write, aliases=False):
-    """A script that overwrites all gradients after each step(); the next ones are added."""
-
-    def iteration(model, optimizer, i):
-        loss_of(model, i).backward()
-        optimizer.step()
-        held = [(p.grad.data, p.grad.detach()) for p in model.parameters() if aliases]
-        with torch.no_grad():
-            for p in model.parameters():
-                write(p)
-        yield "gradients", [p.grad for p in model.parameters()]
-        yield "aliases", held
-
-    return trained(sgd, iteration=iteration)
-
-
-@pytest.mark.parametrize("way", OVERWRITES)
-def test_gradients_overwritten_after_step(way):
-    same(overwriting(OVERWRITES[way]), mode="backward")
-
-
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_aliases_of_an_overwritten_gradient_have_its_numbers(way):
-    same(overwriting(OVERWRITES[way], aliases=True), mode="backward")
 
 
 def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
@@ -99,29 +71,6 @@ def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
         optimizer.step()
         for p in model.parameters():
             p.grad.zero_()
-
-
-def refused_before_step(way, model_of, optimizer_of):
-    def script(wrap):
-        model = model_of()
-        optimizer = wrap(optimizer_of(model.parameters()))
-        for i in range(3):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            if wrap.fused:
-                for p in model.parameters():
-                    refused(lambda p=p: OVERWRITES[way](p), "between backward() and step()")
-                    refused(p.grad.sum, "already applied")
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    return script
-
-
-@pytest.mark.parametrize("way", IN_PLACE)
-def test_gradients_overwritten_between_backward_and_step_are_refused(way):
-    """The gradient stays as it is, and so does the training."""
-    same(refused_before_step(way, net, sgd), mode="backward")
 
 
 def replicate(_, module, mesh):
@@ -154,11 +103,6 @@ ON_ALIASES = (
 )
 
 
-@pytest.mark.parametrize("way", [way for way in IN_PLACE if way not in ON_ALIASES])
-def test_dtensors_overwritten_between_backward_and_step_are_refused(way, gloo):
-    same(refused_before_step(way, replicated, adamw), mode="backward")
-
-
 @pytest.mark.parametrize("way", ON_ALIASES)
 @pytest.mark.parametrize("when", ("before step", "after step"))
 def test_aliases_of_a_consumed_dtensor_can_not_be_overwritten(way, when, gloo):
@@ -180,55 +124,6 @@ def test_aliases_of_a_consumed_dtensor_can_not_be_overwritten(way, when, gloo):
         yield from everything(model, optimizer)
 
     same(script, mode="backward")
-
-
-@pytest.mark.parametrize("build", (net, replicated), ids=("tensors", "DTensors"))
-def test_a_kept_gradient_is_not_that_of_the_next_pass(build, gloo):
-    def script(wrap):
-        model = build()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            optimizer.step()
-            if i == 1:
-                kept = [p.grad for p in model.parameters()]
-        for p, old in zip(model.parameters(), kept, strict=True):
-            assert p.grad is not old
-            old.zero_()
-        if wrap.fused:
-            for p in model.parameters():
-                refused(p.grad.sum, "already applied")
-        yield "kept", kept
-        yield from everything(model, optimizer)
-
-    same(script, mode="backward")
-
-
-def test_zeros_may_be_made_like_a_consumed_gradient_at_any_time():
-    model, optimizer = fused_backward()
-    loss_of(model, 0).backward()
-    for p in model.parameters():
-        assert torch.equal(torch.zeros_like(p.grad), torch.zeros_like(p))
-        assert torch.equal(p.grad.new_ones(3), torch.ones(3))
-        assert p.grad.new_tensor([2.0]).tolist() == [2.0]
-        assert torch.empty_like(p.grad).shape == p.shape
-    optimizer.step()
-
-
-TIMES_ZERO = {
-    "mul_": lambda g: g.mul_(0),
-    "*=": lambda g: g.__imul__(0),
-    "mul_ of data": lambda g: g.data.mul_(0),
-}
-
-
-@pytest.mark.parametrize("way", TIMES_ZERO)
-def test_a_product_with_zero_needs_the_numbers_and_names_zero_(way):
-    """Stock leaves -0.0 and NaN."""
-    model, optimizer = fused_backward()
-    train(model, optimizer, 0)
-    refused(lambda: TIMES_ZERO[way](model[0].weight.grad), "already applied", way_out="zero_()")
 
 
 def test_a_gradient_that_could_not_be_overwritten_is_still_consumed():
@@ -256,16 +151,6 @@ def test_gradients_without_storage_are_overwritten_in_one_list_with_consumed_one
         yield from everything(model, optimizer)
 
     same(script, mode="backward")
-
-
-def test_an_alias_that_someone_keeps_is_none_of_the_next_gradient():
-    model, optimizer = fused_backward()
-    train(model, optimizer, 0)
-    kept = [p.grad.data for p in model.parameters()]
-    train(model, optimizer, 1)
-    for alias, p in zip(kept, model.parameters(), strict=True):
-        alias.zero_()
-        refused(p.grad.sum, "already applied")
 
 
 def test_a_gradient_that_outlives_its_optimizer_may_be_overwritten():

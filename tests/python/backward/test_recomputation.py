@@ -6,15 +6,13 @@ import threading
 
 import pytest
 import torch
-from common import adamw, batch, everything, refused, same, sgd
+from common import adamw, batch, refused, sgd
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
-
-reentrant_or_not = pytest.mark.parametrize("reentrant", (False, True))
 
 
 def no_grad(head, h):
@@ -49,58 +47,6 @@ class Model(nn.Module):
 
 def loss_of(model, i):
     return model(batch(i)[0]).square().mean()
-
-
-def script_of(read, reentrant):
-    def script(wrap):
-        model = Model(read, reentrant)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, i)
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-            del loss
-        yield from everything(model, optimizer)
-
-    return script
-
-
-@reentrant_or_not
-@pytest.mark.parametrize("read", READS)
-def test_a_weight_that_is_updated_already_is_refused(read, reentrant):
-    model = Model(read, reentrant)
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
-    refused(loss_of(model, 0).backward, "checkpointing", "already updated it")
-    assert optfuse.summary(optimizer).created > 0
-    same(script_of(read, reentrant), "forward")
-
-
-#: Parts of a layer's state, as a block may read them.
-STATE = {
-    "momentum": lambda entry: entry["exp_avg"].norm(),
-    "step": lambda entry: entry["step"].item(),
-    "a raw address": lambda entry: entry["exp_avg_sq"].data_ptr(),
-}
-
-
-@reentrant_or_not
-@pytest.mark.parametrize("read", STATE)
-def test_state_that_is_written_already_is_refused(read, reentrant):
-    model = Model("norm", reentrant)
-
-    def block(h):
-        STATE[read](optimizer.state[model.head.weight])
-        return model.body(h).tanh()
-
-    model.block = block
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    refused(loss_of(model, 0).backward, "the state of ", "already updated it")
 
 
 @pytest.mark.parametrize("read", ("sum", "to_local"))
@@ -141,12 +87,6 @@ def test_after_the_error_weights_can_be_used():
     with torch.no_grad():
         assert model(batch(0)[0]).isfinite().all()
         checkpoint(model.block, batch(0)[0], use_reentrant=False)
-
-
-@reentrant_or_not
-def test_an_update_that_waits_for_others(reentrant):
-    """So small ones are made together behind the pass, and the block reads the old weight."""
-    same(script_of("detach", reentrant), "backward")
 
 
 def test_blocks_computed_again_in_two_threads_at_once():
@@ -201,132 +141,3 @@ def test_a_block_that_is_not_begun_leaves_nothing():
     with torch.no_grad():
         assert model(batch(0)[0]).isfinite().all()
     assert optfuse.summary(optimizer).created > 0
-
-
-@reentrant_or_not
-def test_other_uses_inside_of_a_block(reentrant):
-    """A tensor like the weight has none of its numbers, and a hook runs behind the block."""
-
-    def script(wrap):
-        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        optimizer = wrap(adamw(layers.parameters()))
-        head = layers[2]
-
-        def block(h):
-            h = layers[1](h) + torch.ones_like(head.weight)[0] + head.weight.new_ones(6)
-            if h.requires_grad:
-                h.register_hook(lambda grad: grad + 0 * head.weight.detach()[0])
-            return h.tanh()
-
-        for i in range(4):
-            optimizer.zero_grad()
-            h = checkpoint(block, layers[0](batch(i)[0]), use_reentrant=reentrant)
-            loss = head(h).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-            del loss, h
-        yield from everything(layers, optimizer)
-
-    same(script, "backward", bucket_bytes=1)
-
-
-@pytest.mark.parametrize("bucket_bytes", (0, 1))
-def test_a_weight_that_is_given_to_the_block_is_equal(bucket_bytes):
-    def script(wrap):
-        first, body, head = model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            h = first(batch(i)[0])
-            weight = head.weight.detach()
-            h = checkpoint(lambda h, w: linear(body(h), w), h, weight, use_reentrant=False)
-            del weight
-            loss = head(h).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-            del loss, h
-        yield from everything(model, optimizer)
-
-    same(script, "backward", bucket_bytes=bucket_bytes)
-
-
-def test_a_block_inside_of_a_block():
-    """Its weights have their gradients from there, and are equal."""
-
-    def script(wrap):
-        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        optimizer = wrap(adamw(layers.parameters()))
-
-        def inner(h):
-            return layers[2](h).tanh()
-
-        def outer(h):
-            return checkpoint(inner, layers[1](h).tanh(), use_reentrant=False)
-
-        for i in range(4):
-            optimizer.zero_grad()
-            h = checkpoint(outer, layers[0](batch(i)[0]), use_reentrant=False)
-            loss = layers[3](h).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield "loss", loss
-            del loss, h
-        yield from everything(layers, optimizer)
-
-    same(script, "backward", bucket_bytes=1)
-
-
-def test_passes_over_parts_of_the_parameters():
-    """The second one computes the block again, whose weights the first one has updated."""
-
-    def passes(layers, optimizer, i):
-        optimizer.zero_grad()
-        h = layers[0](batch(i)[0]).tanh()
-        loss = checkpoint(layers[1], h, use_reentrant=False).square().mean()
-        loss.backward(inputs=list(layers[1].parameters()), retain_graph=True)
-        loss.backward(inputs=list(layers[0].parameters()))
-        optimizer.step()
-
-    def script(wrap):
-        layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        optimizer = wrap(adamw(layers.parameters()))
-        for i in range(3):
-            passes(layers, optimizer, i)
-        yield from everything(layers, optimizer)
-
-    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-    optimizer = optfuse.fuse(adamw(layers.parameters()), mode="backward", bucket_bytes=1)
-    refused(lambda: passes(layers, optimizer, 0), "already updated it")
-    same(script, "forward")
-
-
-def test_a_hook_reads_the_new_weight():
-    """The layer behind it has its gradients by then: as docs/hazards.md says."""
-    first, head = layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-    optimizer = optfuse.fuse(adamw(layers.parameters()), mode="backward", bucket_bytes=1)
-    before, seen = head.weight.detach().clone(), []
-    h = first(batch(0)[0])
-    h.register_hook(lambda _: seen.append(head.weight.detach().clone()))
-    head(h.tanh()).square().mean().backward()
-    optimizer.step()
-    assert torch.equal(seen[0], head.weight) and not torch.equal(seen[0], before)
-
-
-def test_a_thread_of_a_block_reads_the_new_weight():
-    """Likewise: who looks from another thread is not known to be of the block."""
-    model, seen = Model("norm", False), []
-
-    def block(h):
-        thread = threading.Thread(target=lambda: seen.append(model.head.weight.detach().clone()))
-        thread.start()
-        thread.join()
-        return model.body(h).tanh()
-
-    model.block = block
-    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward", bucket_bytes=1)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    before, again = seen
-    assert torch.equal(again, model.head.weight) and not torch.equal(again, before)

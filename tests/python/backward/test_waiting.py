@@ -7,14 +7,11 @@ import threading
 
 import pytest
 import torch
-from common import adamw, assert_same, everything, loss_of, net, python_ok, same, sgd, weights
+from common import adamw, assert_same, loss_of, net, python_ok, sgd, weights
 from scripts import trained
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import optfuse
-
-STEPS = 4
 
 
 def changed(change, make=adamw, zero=True):
@@ -37,81 +34,6 @@ def failing_backward(model, optimizer, i):
         loss_of(model, i + 10).backward()
     handle.remove()
     return [p.grad for p in model.parameters()]
-
-
-@pytest.mark.parametrize("make", (adamw, sgd))
-@pytest.mark.parametrize("zero", (True, False), ids=("zeroed", "added to"))
-def test_what_a_failed_backward_has_left(make, zero):
-    """Its gradients are there, and thrown away or added to as in stock."""
-    same(changed(failing_backward, make, zero), "backward")
-
-
-def test_step_after_a_failed_backward_applies_what_is_there():
-    def change(model, optimizer, i):
-        seen = failing_backward(model, optimizer, i)
-        optimizer.step()
-        optimizer.zero_grad()
-        return seen
-
-    same(changed(change), "backward")
-
-
-def test_a_hook_sees_gradients_and_weights_as_in_stock():
-    def script(wrap):
-        model = net()
-        seen = []
-
-        def look(param):
-            seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-            seen.append([p.detach().clone() for p in model.parameters()])
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(look)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            optimizer.step()
-        yield "seen", seen
-        yield from everything(model, optimizer)
-
-    same(script, "backward")
-
-
-def test_a_gradient_that_a_hook_changes_meanwhile():
-    """The last layer's has waited for a while when the first layer's is complete."""
-
-    def start(wrap):
-        model = net()
-        last = model[4].weight
-        optimizer = wrap(adamw(model.parameters()))
-
-        def double(_):
-            last.grad.mul_(2)
-
-        model[0].weight.register_post_accumulate_grad_hook(double)
-        return model, optimizer
-
-    same(trained(start=start), "backward")
-
-
-def test_a_gradient_that_a_hook_keeps_is_left_to_step():
-    def script(wrap):
-        model = net()
-        kept = []
-        optimizer = wrap(adamw(model.parameters()))
-        model[0].weight.register_post_accumulate_grad_hook(
-            lambda _: kept.append(model[4].weight.grad)
-        )
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, i).backward()
-            yield "kept", kept[-1]
-            optimizer.step()
-        yield "kept", kept
-        yield from everything(model, optimizer)
-
-    same(script, "backward")
 
 
 def test_summary_tells_updates_in_step_from_those_in_backward():
@@ -146,27 +68,6 @@ def test_what_fills_a_bucket_runs_before_backward_ends():
     assert 3 <= found.launches <= 4
 
 
-def test_two_threads_in_backward():
-    """Each with parameters of its own, of one optimizer."""
-
-    def script(wrap):
-        models = [net(), net()]
-        optimizer = wrap(adamw([p for model in models for p in model.parameters()]))
-        for i in range(30):
-            optimizer.zero_grad()
-            losses = [loss_of(model, i + 7 * k) for k, model in enumerate(models)]
-            threads = [threading.Thread(target=loss.backward) for loss in losses]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            optimizer.step()
-        for model in models:
-            yield from everything(model, optimizer)
-
-    same(script, "backward")
-
-
 def test_another_thread_ends_no_waiting():
     """One pass ends while the other one looks at its own gradients, as it may in stock."""
     here, there = net(), net()
@@ -192,23 +93,6 @@ def test_another_thread_ends_no_waiting():
     assert len(looked) == 2, "the second look raised"
     assert_same("gradients", *looked)
     assert optfuse.summary(optimizer).created == 12
-
-
-def test_parameters_that_two_passes_share_are_left_to_step():
-    def script(wrap):
-        torch.manual_seed(0)
-        shared, first, last = (nn.Linear(6, 6) for _ in range(3))
-        model = nn.ModuleList([first, shared, last])
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(STEPS):
-            optimizer.zero_grad()
-            x = first(torch.full((2, 6), float(i))).tanh()
-            x = checkpoint(lambda y: shared(y).tanh(), x, use_reentrant=True)
-            last(shared(x)).square().sum().backward()
-            optimizer.step()
-        yield from everything(model, optimizer)
-
-    same(script, "backward")
 
 
 @pytest.mark.parametrize("how", ("unfused", "deleted"))
@@ -294,38 +178,3 @@ def test_a_failure_names_its_parameter_and_changes_nothing():
         loss.backward()
     assert_same("parameters", [p.detach() for p in params], before)
     assert optfuse.summary(optimizer).created == 0
-
-
-CHANGES = {
-    "zeroed": lambda model, optimizer: optimizer.zero_grad(),
-    "zeroed in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "taken away": lambda model, _: setattr(model[4].weight, "grad", None),
-    "another": lambda model, _: setattr(model[4].bias, "grad", torch.ones_like(model[4].bias)),
-    "clipped": lambda model, _: nn.utils.clip_grad_norm_(model[4].parameters(), 1e-3),
-    "a weight": lambda model, _: model[4].weight.data.mul_(0.5),
-    "state_dict": lambda _, optimizer: optimizer.state_dict(),
-    "flush": lambda *_: optfuse.flush(),
-    "frozen": lambda model, _: model[4].weight.requires_grad_(False),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changes_by_a_hook_meanwhile(name):
-    def start(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-
-        def hook(_):
-            CHANGES[name](model, optimizer)
-
-        model[0].weight.register_post_accumulate_grad_hook(hook)
-        return model, optimizer
-
-    def iteration(model, optimizer, i):
-        model[4].weight.requires_grad_(True)
-        optimizer.zero_grad()
-        loss_of(model, i).backward()
-        optimizer.step()
-
-    prove = name != "zeroed"  # then nothing is left to update
-    same(trained(start=start, iteration=iteration), "backward", prove=prove)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Small programs around one deed: each of its arguments once, and each kind of optimizer."""
 
+import contextlib
 import functools
 import warnings
 from dataclasses import dataclass, replace
@@ -19,9 +20,11 @@ from programs.deed import (
     Deed,
 )
 from programs.draw import LAST, Program
+from programs.models import PROMISING
 from programs.optimizers import EACH, KINDS, NATIVE, OWN, Kind
-from programs.play import Broken, play, verdict_of
+from programs.play import Broken, group_for, play, verdict_of
 
+ITS_OWN = "its own"
 ZERO_GRAD = ("zero_grad", {"optimizer": 0, "set_to_none": True})
 
 
@@ -58,13 +61,15 @@ def around(deed, arguments):
     yield [iteration(0), *turns, LAST], False
     if deed.where == ANYWHERE:
         late = [ZERO_GRAD, ("backward", {"model": 0, "batch": 1}), it, ("step", {"optimizer": 0})]
-        yield [iteration(0), *late, iteration(2), LAST], True
+        yield [iteration(0), iteration(3), *late, iteration(2), LAST], True
 
 
 def fitting(deed):
-    if deed.make:
-        return [Kind("its own", deed.make, OWN)]
-    found = [KINDS[name] for name in EACH if deed.takes(KINDS[name])]
+    if deed.make or deed.where == ALONE:
+        return [Kind(ITS_OWN, deed.make, OWN if deed.make else NATIVE)]
+    names = EACH if deed.kinds is None or callable(deed.kinds) else deed.kinds
+    names = names if isinstance(deed.every, bool) else deed.every
+    found = [KINDS[name] for name in names if deed.takes(KINDS[name])]
     return found or [kind for kind in KINDS.values() if deed.takes(kind)]
 
 
@@ -73,6 +78,7 @@ def setup_of(deed, kind, model):
     one["groups"] = deed.setup.get("groups", 1)
     models, optimizers = ([], []) if deed.where == ALONE else ([model], [one])
     setup = {"models": models, "optimizers": optimizers, "bucket_bytes": 1, "tested": deed.name}
+    setup["goes_on"] = deed.goes_on
     return {**setup, **deed.setup}
 
 
@@ -81,9 +87,9 @@ def cases(name, among=None):
     """Each kind with the first arguments, and the others with a kind each, in turn. among: names of
     the kinds; all arguments with each of these, then, and with each model."""
     deed, found = DEEDS[name], []
-    kinds = [kind for kind in fitting(deed) if not among or deed.make or kind.name in among]
+    kinds = [kind for kind in fitting(deed) if not among or kind.name in (*among, ITS_OWN)]
     for n, arguments in enumerate(deed.variants()):
-        whole = n == 0 or among
+        whole = n == 0 or among or deed.every
         for kind in kinds if whole else [kinds[n % len(kinds)]]:
             for model in deed.models if whole else [deed.models[n % len(deed.models)]]:
                 setup = setup_of(deed, kind, model)
@@ -92,7 +98,7 @@ def cases(name, among=None):
     return found
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=512)
 def stock_of(name, n, among, models):
     """models: in place of the deed's."""
     program = cases(name, among)[n].program
@@ -126,15 +132,19 @@ def wrong(case, mode, stock):
     if run.end == "equal":
         return "it is to raise, and does not"
     missing = [word for word in expected.words if word not in run.error]
+    if run.stuck:
+        return f"training does not go on: {run.stuck}"
     return f"it raised without the words {missing}: {run.error}" if missing else ""
 
 
 def unproved(case, mode, run):
     """On a device the kernels are those of fused=True."""
-    if case.kind.way != NATIVE or not case.deed.proves or case.deed.where == ALONE:
+    if case.kind.way != NATIVE or not case.deed.proves:
         return ""
     if DEVICE and case.kind.reads_strides:
         return ""
+    if PROMISING & set(case.program.setup["models"]) and not run.promised:
+        return "no gradient was a promise: it proves nothing"
     if run.created == 0:
         return "optfuse made no update: it proves nothing"
     if mode == "forward" and case.deed.where == BETWEEN and not run.had_pending:
@@ -145,11 +155,13 @@ def unproved(case, mode, run):
 def failures(name, mode, among=None, **setup):
     """The messages of a deed's cases that fail in this mode. setup: more for each world."""
     found = []
-    with warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         for n, case in enumerate(cases(name, among)):
             program = replace(case.program, setup={**case.program.setup, **setup})
             case = replace(case, program=program)
+            stack.enter_context(group_for(program))
             try:
                 stock = stock_of(name, n, among, setup.get("models"))
                 if DEVICE and wrong_in_stock(case, stock):

@@ -2,6 +2,7 @@
 """The table of deeds. A deed is a function of the world: what a script does at some place of its
 training. Its other arguments are drawn when a program is, so that a program is plain data."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,11 @@ def raises(*words):
     return Outcome("raises", words)
 
 
+def consumed(*words):
+    """Raises where backward() has used the gradients up: optimizers with kernels do."""
+    return lambda kind, **_: raises(*words) if kind.way == "native" else EITHER
+
+
 @dataclass(frozen=True)
 class Deed:
     name: str
@@ -47,7 +53,7 @@ class Deed:
     weight: int = 0  # how often random programs have it
     # By modes, and "stock" and "late"; or functions of a kind and the arguments.
     outcomes: dict[str, Outcome | Callable[..., Outcome]] = field(default_factory=dict)
-    fault: tuple[str, ...] = ()
+    faults: Sequence[tuple[str, ...]] = ()
     kinds: Sequence[str] | Callable | None = None
     make: Callable | None = None
     models: Sequence[str] = ("mlp",)
@@ -55,6 +61,9 @@ class Deed:
     setup: dict = field(default_factory=dict)
     turns: int = 2
     proves: bool = False
+    product: bool = False
+    every: bool | tuple[str, ...] = False
+    goes_on: bool = False
 
     @property
     def title(self):
@@ -83,13 +92,19 @@ class Deed:
 
     def variants(self):
         """Arguments: the first of each, and every other one beside the first of the others."""
-        plain = {name: next(iter(values)) for name, values in self.choices.items()}
+        lists = {
+            name: values[:1] if isinstance(values, range) else tuple(dict.fromkeys(values))
+            for name, values in self.choices.items()
+        }
+        if self.product:
+            for chosen in itertools.product(*lists.values()):
+                yield dict(zip(lists, chosen, strict=True))
+            return
+        plain = {name: values[0] for name, values in lists.items()}
         yield plain
-        for name, values in self.choices.items():
-            if not isinstance(values, range):
-                for value in dict.fromkeys(values):
-                    if value != plain[name]:
-                        yield {**plain, name: value}
+        for name, values in lists.items():
+            for value in values[1:]:
+                yield {**plain, name: value}
 
     def takes(self, kind):
         if callable(self.kinds):
@@ -98,6 +113,7 @@ class Deed:
 
 
 DEEDS: dict[str, Deed] = {}
+GUARDS: dict[str, str] = {}  # the deed that fails without it
 
 
 def named(choices):
@@ -123,6 +139,9 @@ def deed(
     setup=None,
     turns=2,
     proves=True,
+    product=False,
+    every=False,
+    goes_on=False,
     **choices,
 ):
     """where: one of the places above.
@@ -130,13 +149,16 @@ def deed(
         the arguments that says so; late: in backward mode between backward() and step();
         stock: EITHER if stock may raise
     fault: the guard without which it fails, and others that are off in both runs, because each
-        of them would catch the fault too
+        of them would catch the fault too; or a list of such
     kinds: names of optimizers.KINDS, or a function of a kind; make: an optimizer of the deed's own,
         given parameters
     models: names of models.MODELS; spares: those that random programs don't have with it
     setup: more of World's, as {"accumulate": 2}
     turns: how often test_each plays it in a program; proves: with updates pending in forward mode
     weight: how often random programs have it; 0: never
+    product: test_each plays each argument with each of the others; every: each with each kind and
+        model; or the names of the kinds
+    goes_on: after the error of backward mode step() confirms the update, and training goes on
     choices: its arguments, drawn from these; of a dict, or of functions, a name is drawn, and the
         deed is given what it stands for; of a range, test_each takes the first one only"""
 
@@ -146,7 +168,9 @@ def deed(
         assert where in PLACES, where
         drawn = {key: named(values) for key, values in choices.items()}
         outcomes = {"forward": forward, "backward": backward, "late": late, "stock": stock}
-        guards = (fault,) if isinstance(fault, str) else tuple(fault)
+        faults = fault if isinstance(fault, list) else [fault]
+        faults = [(guards,) if isinstance(guards, str) else guards for guards in faults if guards]
+        GUARDS.update((guards[0], name) for guards in faults)
         often = 0 if make or setup or where == ALONE else weight
         DEEDS[name] = Deed(
             name,
@@ -155,7 +179,7 @@ def deed(
             drawn,
             often,
             outcomes,
-            guards,
+            faults,
             kinds,
             make,
             models,
@@ -163,6 +187,9 @@ def deed(
             setup or {},
             turns,
             proves,
+            product,
+            every,
+            goes_on,
         )
         return function
 

@@ -34,25 +34,24 @@ class Program:
         return "\n".join(lines)
 
 
-# The parameters that each optimizer takes; a choice that overlaps is refused in
-# backward mode, so it is rare.
+# The parameters that each optimizer takes; a choice that overlaps ends at fuse() in backward mode,
+# so it is rare.
 SHARES = (
-    [("all",)] * 12
-    + [("even", "odd")] * 3
-    + [("first models", "last model")] * 3
+    [("all",)] * 48
+    + [("even", "odd")] * 12
+    + [("first models", "last model")] * 12
     + [("all", "all"), ("even", "odd", "all")]
 )
 
 
-# There is no max_grad_norm in backward mode, so it is rare. ddp: the first model is wrapped in
+# There is no max_grad_norm in backward mode, so it is rare, too. ddp: the first model is wrapped in
 # DistributedDataParallel, of one process; views: with gradient_as_bucket_view=True.
 OPTIONS_OF_FUSE = [
-    *[{}] * 25,
-    {"accumulate": 2},
-    {"accumulate": 3},
-    *[{"max_grad_norm": 0.05}] * 2,
-    {"ddp": "buckets"},
-    {"ddp": "views"},
+    *[{}] * 50,
+    *[{"accumulate": 2}, {"accumulate": 3}] * 2,
+    {"max_grad_norm": 0.05},
+    *[{"ddp": "buckets"}, {"ddp": "views"}] * 2,
+    *[{"wait_from": 0}] * 4,
 ]
 
 

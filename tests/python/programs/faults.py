@@ -6,11 +6,9 @@ import json
 import os
 import sys
 
-from guard_scenarios import SCENARIOS
-
 from optfuse._library.bindings import lib
 from programs.cases import failures
-from programs.deed import DEEDS
+from programs.deed import DEEDS, GUARDS
 from programs.draw import generate
 from programs.play import MODES
 from programs.runner import in_child, prepare, run, what_fails
@@ -58,7 +56,7 @@ OUT_OF_REACH = {
     **dict.fromkeys(
         ("base", "held", "sibling", "wrapper", "wrapper_version"), "programs have no DTensors"
     ),
-    "compile": "compiling takes seconds; its scenario needs key, seal and raw off as well",
+    "compile": "compiling takes seconds; its deed needs key, seal and raw off as well",
     **dict.fromkeys(
         ("order", "hand_on", "task_version", "budget"), "programs run backward in stock's order"
     ),
@@ -69,9 +67,9 @@ OUT_OF_REACH = {
     ),
     **dict.fromkeys(
         ("late_groups", "late_scale", "written"),
-        "programs with it off have raised for other reasons so far; its scenario shows it",
+        "programs with it off have raised for other reasons so far; its deed shows it",
     ),
-    "groups": "step() refuses late changes of groups by themselves; its scenario shows it",
+    "groups": "step() refuses late changes of groups by themselves; its deed shows it",
     **dict.fromkeys(
         ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"
     ),
@@ -88,7 +86,7 @@ OUT_OF_REACH = {
     "buffer": "programs have no gradients in memory that they know by another name",
     **{
         name: "it is about what a class does in step()"
-        for name in SCENARIOS
+        for name in GUARDS
         if name.startswith(("recorded_", "ahead_"))
     },
     **dict.fromkeys(
@@ -115,7 +113,7 @@ def by_the_guard(failure, others):
 
 def found(guard):
     """The message of the first program that fails without the guard, or an empty string."""
-    others = SCENARIOS[guard][1]
+    others = next(f[1:] for f in DEEDS[GUARDS[guard]].faults if f[0] == guard)
     for first in range(1, PROGRAMS + 1, AT_A_TIME):
         switch_off(guard, *others)
         for failure in run(first, AT_A_TIME, often=OFTEN.get(guard, ())).failures:
@@ -124,9 +122,8 @@ def found(guard):
     return ""
 
 
-def control(name):
+def control(name, guard, *others):
     """[what fails with all guards, without the one that the deed needs]"""
-    guard, *others = DEEDS[name].fault
     outcomes = []
     for off in (others, (guard, *others)):
         switch_off(*off)
@@ -142,8 +139,9 @@ def ready():
 
 def of_deeds():
     ready()
-    faults = [name for name, deed in DEEDS.items() if deed.fault]
-    print(json.dumps({name: control(name) for name in sys.argv[1:] or faults}))
+    wanted = sys.argv[1:] or DEEDS
+    controls = [(name, fault) for name in wanted for fault in DEEDS[name].faults]
+    print(json.dumps({f"{name} {fault[0]}": control(name, *fault) for name, fault in controls}))
 
 
 def main():

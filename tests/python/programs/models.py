@@ -3,6 +3,14 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 
@@ -163,6 +171,99 @@ def with_norm():
     return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3, bias=False))
 
 
+class First(nn.Module):
+    """The first output of a module that is given its input several times."""
+
+    def __init__(self, inner, times=1):
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def forward(self, x):
+        out = self.inner(*[x] * self.times)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def recurrent(kind):
+    return First(kind(4, 3, num_layers=2, bidirectional=True, batch_first=True))
+
+
+def twice(parametrization):
+    return nn.Sequential(*(parametrization(nn.Linear(4, 4)) for _ in range(2)))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class JoinsLater(nn.Module):
+    """Its second parameter has its first gradient later."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((3, 4), 1.0 + i) for i in range(4))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return sum(x * p for i, p in enumerate(self.weights) if i != 1 or self.passes > 1)
+
+
+def replicated():
+    """Its parameters are DTensors. Without a message: gloo's thread has the parameters' memory for
+    a while after one, so that updates are left to step()."""
+    mesh = init_device_mesh("cpu", (1,))
+
+    def replicate(_, module, mesh):
+        for name, p in list(module.named_parameters(recurse=False)):
+            local = distribute_tensor(p.data, mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(local))
+
+    return distribute_module(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
+        mesh,
+        replicate,
+        input_fn=lambda _, inputs, mesh: DTensor.from_local(*inputs, mesh),
+        output_fn=lambda _, output, mesh: output.to_local(),
+    )
+
+
+def sequences(i):
+    return numbers(i, 2, 3, 4)
+
+
+# Modules of torch.nn, in which a use of a parameter is not an operator of Python's.
+MODULES = {
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 3, 3), images),
+    "convolution in channels_last": (
+        lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
+        images,
+    ),
+    "bilinear": (lambda: First(nn.Bilinear(4, 4, 3), times=2), rows),
+    "PReLU": (lambda: nn.Sequential(nn.Linear(4, 5), nn.PReLU()), rows),
+    "attention": (
+        lambda: First(nn.MultiheadAttention(4, 2, batch_first=True), times=3),
+        sequences,
+    ),
+    "encoder": (encoder, sequences),
+    "LSTM": (lambda: recurrent(nn.LSTM), sequences),
+    "GRU": (lambda: recurrent(nn.GRU), sequences),
+    "weight_norm": (lambda: twice(parametrizations.weight_norm), rows),
+    "spectral_norm": (lambda: twice(parametrizations.spectral_norm), rows),
+    "orthogonal": (lambda: twice(parametrizations.orthogonal), rows),
+}
+
 # name -> (how to build it, its i-th batch)
 MODELS = {
     "mlp": (mlp, rows),
@@ -186,6 +287,13 @@ MODELS = {
     "alias": (WithAnAlias, rows),
 }
 DRAWN = tuple(MODELS)  # by random programs; a deed may add a model of its own
+MODELS |= MODULES
+MODELS["joins later"] = (JoinsLater, rows)
+MODELS["layers"] = (Layers, rows)
+MODELS["promised"] = (mlp, rows)  # its gradients are promises, see World
+MODELS["checkpointed and promised"] = (lambda: Checkpointed(reentrant=False), rows)
+PROMISING = {"promised", "checkpointed and promised"}
+MODELS["replicated"] = (replicated, rows)
 LEAVE_OUT = ("odd", "branching")  # some of their parameters, in some passes
 SIXTEEN_BITS = ("mlp in bfloat16", "mlp in float16")
 

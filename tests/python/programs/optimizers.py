@@ -90,7 +90,7 @@ ALL = (
     Kind("Rprop", OPTIM.Rprop, NATIVE),
     Kind("ASGD", OPTIM.ASGD, NATIVE, ({}, {**DECAYS, "t0": 2})),
     # By operators, and by its own step().
-    Kind("Adafactor", OPTIM.Adafactor, NATIVE, has_tensor_lr=True),
+    Kind("Adafactor", OPTIM.Adafactor, OWN, has_tensor_lr=True),
     Kind("Adafactor of lists", OPTIM.Adafactor, OWN, ({"foreach": True},)),
     Kind("Lion", optfuse.optim.Lion, NATIVE, ({}, DECAYS)),
     Kind("Adan", optfuse.optim.Adan, NATIVE, ({}, DECAYS)),
@@ -100,6 +100,8 @@ ALL = (
         for name in ("Elementwise", "Norms", "Looks", "Lists", "Coupled")
     ),
     Kind("AdaBelief", style_classes.AdaBelief),
+    Kind("TensorCounter", style_classes.TensorCounter),
+    Kind("Adam of lists", OPTIM.Adam, NATIVE, ({"foreach": True}, {"foreach": True, **DECAYS})),
     Kind("SignOfAverage", style_classes.SignOfAverage),
     Kind("GroupCounter", own_classes.GroupCounter),
     Kind("Counter", own_classes.Counter, has_attributes=True),

@@ -6,11 +6,13 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from common import assert_same, one_process
 from pytorchs_own import pytorchs_own
 
 import optfuse
 import programs.deeds  # noqa: F401 - fills the table
+from optfuse._library.bindings import lib
 from programs.deed import ANYWHERE, ARMED, BEFORE_FUSE, DEEDS, DIFFERS, Deed
 from programs.world import World
 
@@ -32,7 +34,9 @@ class Run:
     action: str = ""  # at which it ended
     error: str = ""
     had_pending: bool = False  # at the tested deed
-    created: int = 0  # updates, of all optimizers, if it ended well
+    created: int = 0  # updates, of all optimizers
+    promised: bool = False  # gradients, since fuse()
+    stuck: str = ""  # why training does not go on after an error
 
 
 @dataclass
@@ -90,10 +94,24 @@ def act(world, deed, arguments):
     return None
 
 
+def group_for(program):
+    """The process group that it needs."""
+    setup = program.setup
+    needed = {"ddp", "group"} & set(setup) or "replicated" in setup["models"]
+    return one_process() if needed and not dist.is_initialized() else contextlib.nullcontext()
+
+
 def play(program, mode):
-    alone = one_process() if "ddp" in program.setup else contextlib.nullcontext()
-    with alone, pytorchs_own() if mode == "stock" else contextlib.nullcontext():
-        return played(program, mode)
+    usual = lib.of_shim_wait_from(0)
+    lib.of_shim_wait_from(program.setup.get("wait_from", usual))
+    try:
+        with (
+            group_for(program),
+            pytorchs_own() if mode == "stock" else contextlib.nullcontext(),
+        ):
+            return played(program, mode)
+    finally:
+        lib.of_shim_wait_from(usual)
 
 
 def begun(program, mode):
@@ -142,8 +160,10 @@ def played(program, mode):
             break
     else:
         run.at = len(program.actions)
-    run.had_pending = world.had_pending
-    run.created = world.created() if run.end == "equal" else 0
+    run.had_pending, run.created = world.had_pending, world.created()
+    run.promised = world.promised()
+    if run.end == "raised" and program.setup.get("goes_on"):
+        run.stuck = world.go_on()
     return run
 
 

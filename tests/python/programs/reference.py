@@ -21,7 +21,8 @@ so does optfuse. The reference is made to do that too."""
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # where fused=True is the reference
+OPTIM = torch.optim
+FUSED = (OPTIM.SGD, OPTIM.Adam, OPTIM.AdamW, OPTIM.Adagrad)  # where fused=True is the reference
 
 
 class Dense:
@@ -62,6 +63,8 @@ class Dense:
             negated = any(p.grad.is_neg() for p in self.updated)
             foreach = False if negated else None
             torch.nn.utils.clip_grad_norm_(self.updated, self.max_norm, foreach=foreach)
+        if type(self.optimizer) in FUSED:
+            self.swapped.extend(map(made_fused, groups))
         if not any(group.get("fused") for group in groups):
             return  # the for-loop is right as it is
         self.swapped.extend(lay_out(self.optimizer))
@@ -92,6 +95,13 @@ class Dense:
     def take_off(self):
         self.before_step.remove()
         self.after_step.remove()
+
+
+def made_fused(group):
+    """It may have been made with foreach=True."""
+    was = {name: group[name] for name in ("fused", "foreach")}
+    group.update(fused=True, foreach=None)
+    return group, None, lambda g: g.update(was)
 
 
 def lay_out(optimizer):

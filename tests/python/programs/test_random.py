@@ -6,12 +6,11 @@ import json
 import os
 from collections import Counter
 
-import guard_scenarios
 import pytest
 from common import python
 
 from programs import runner
-from programs.deed import DEEDS
+from programs.deed import DEEDS, GUARDS
 from programs.draw import LAST, Program, generate
 from programs.faults import OFTEN, OUT_OF_REACH
 from programs.play import Run, difference, judge
@@ -72,7 +71,7 @@ def test_programs_find_that_a_guard_is_off(guard, found):
 
 
 def test_every_guard_is_looked_for_or_has_a_reason_not_to():
-    assert set(OFTEN) | set(OUT_OF_REACH) == set(guard_scenarios.SCENARIOS)
+    assert set(OFTEN) | set(OUT_OF_REACH) == set(GUARDS)
     assert not set(OFTEN) & set(OUT_OF_REACH)
 
 

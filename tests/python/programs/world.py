@@ -7,13 +7,14 @@ import os
 from collections import Counter
 
 import torch
-from common import refused, snapshot
+from common import adamw, refused, snapshot
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import optfuse
+from optfuse._options import is_fused, is_recorded
 from programs import deed
-from programs.models import LEAVE_OUT, MODELS, inputs
+from programs.models import LEAVE_OUT, MODELS, PROMISING, inputs
 from programs.optimizers import KINDS, Kind
 from programs.reference import Dense
 
@@ -114,7 +115,18 @@ class World:
             if self.max_norm is not None:
                 raise optfuse.Error("optfuse.Backward() has no max_grad_norm=")
             mode = optfuse.Backward(**{"accumulate": self.passes, "ddp": self.ddp, **options})
-        return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes)
+        promise = {"OPTFUSE_PRODUCTS": "force"} if PROMISING & set(self.kinds) else {}
+        with self.environment(**promise):
+            return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes)
+
+    def build(self, kind="mlp"):
+        """The model of a deed that makes its own."""
+        self.kinds, self.models = [kind], [MODELS[kind][0]()]
+        return self.model()
+
+    def own(self, kind="mlp", make=adamw, **options):
+        """Its model and its optimizer."""
+        return self.build(kind), self.wrap(make(self.params()), **options)
 
     @property
     def fused(self):
@@ -269,7 +281,8 @@ class World:
     def launch(self):
         """Launches pending updates; those of other programs are not looked at."""
         for optimizer in self.optimizers if self.fused else ():
-            optfuse.flush(optimizer)
+            if is_fused(optimizer) or is_recorded(optimizer):
+                optfuse.flush(optimizer)
 
     def add_step_hook(self, i, hook):
         self.handles.append(self.optimizer(i).register_step_pre_hook(hook))
@@ -279,10 +292,34 @@ class World:
     def pending(self, optimizer):
         return optfuse.summary(optimizer).pending if self.mode == "forward" else 0
 
+    def summaries(self):
+        """The summary of each optimizer that is fused."""
+        fused = self.optimizers if self.is_begun and self.fused else ()
+        return [optfuse.summary(o) for o in fused if o is not None and is_fused(o)]
+
     def created(self):
         """Updates that optfuse has made or is to make."""
-        fused = self.optimizers if self.is_begun and self.fused else ()
-        return sum(optfuse.summary(o).created for o in filter(None, fused))
+        return sum(summary.created for summary in self.summaries())
+
+    def promised(self):
+        """Whether a gradient was a promise."""
+        return any(layer.promised for summary in self.summaries() for layer in summary.promised)
+
+    def go_on(self):
+        """After an error that leaves all as it was: what keeps training from going on."""
+        self.seen = []
+        self.armed = {place: [] for place in deed.ARMED}
+        try:
+            for i in range(len(self.optimizers)):
+                self.step(i)
+            for p in self.params():
+                p.grad = None
+                p.requires_grad_()
+            for _ in range(2):
+                self.train()
+        except Exception as error:
+            return str(error)
+        return "" if all(p.isfinite().all() for p in self.params()) else "weights are not finite"
 
     def clean_up(self):
         """After an exception."""

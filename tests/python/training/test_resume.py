@@ -8,7 +8,7 @@ import pytest
 import torch
 from common import Fused, Stock, adamw, assert_same, net, python, python_ok, sgd, train
 from long_run import MAKE, Training, compare
-from test_reads import saved_and_loaded
+from programs.deeds.reading import saved
 
 STEPS = 20
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
@@ -26,7 +26,7 @@ def trained(wrap, make, first, last, kept=None):
     for i in range(first, last):
         train(model, optimizer, i)
     wrap.pending()
-    return saved_and_loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    return saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
 def wrap_of(kind, mode):
@@ -95,7 +95,7 @@ def test_a_checkpoint_written_by_a_signal_handler(mode):
 
         def save(*_):
             both = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            kept.append(saved_and_loaded(both))
+            kept.append(saved(both))
 
         old = signal.signal(signal.SIGUSR1, save)
         try:

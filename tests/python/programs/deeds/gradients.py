@@ -19,6 +19,7 @@ def with_norm(params):
 
 CLIPS = {
     "all": lambda params: utils.clip_grad_norm_(params, 0.01),
+    "without foreach": lambda params: utils.clip_grad_norm_(params, 0.01, foreach=False),
     "twice": lambda params: [utils.clip_grad_norm_(params, norm) for norm in (0.05, 0.01)],
     "one of them twice": lambda params: utils.clip_grad_norm_([*params, params[0]], 0.01),
     "some": lambda params: utils.clip_grad_norm_(params[::2], 0.01, error_if_nonfinite=True),

@@ -97,6 +97,27 @@ def update_an_average(world, index):
         world.see("average", [p.detach() for p in average.parameters()])
 
 
+@deed(weight=1, foreach=BOOL)
+def average_after_each_step(world, foreach):
+    if not world.averages:
+        start_an_average(world, 0, foreach)
+    update_an_average(world, 0)
+
+
+@deed(weight=1)
+def load_other_weights(world):
+    model = world.model()
+    model.load_state_dict({k: v * 0 + 0.1 for k, v in model.state_dict().items()})
+
+
+@deed(weight=0)
+def load_the_weights_of_before(world):
+    if world.turn:
+        go_back(world, 0, "model")
+    else:
+        remember(world, by_reference=False)
+
+
 @deed(weight=1, index=INDEX)
 @torch.no_grad()
 def take_an_average(world, index):

@@ -6,11 +6,13 @@ import collections
 import copy
 
 import torch
+from own_classes import Tensors
 from torch import nn
 
-from programs.deed import EITHER, INDEX, deed
+import optfuse
+from programs.deed import ALONE, EITHER, EQUAL, INDEX, deed, raises
 from programs.deeds.writing import WRITES
-from programs.optimizers import has_closure
+from programs.optimizers import RECORDED, has_closure
 
 # Those that PyTorch's versions tell; the others are a row of docs/hazards.md.
 SEEN = {
@@ -30,6 +32,39 @@ def write_before_step(world, what, index, way):
     tensor = world.tensor(what, index)
     if tensor is not None:
         way(tensor)
+
+
+# ---- what backward mode says of it
+
+KINDS = (
+    *("AdamW", "SGD", "RMSprop", "Adafactor", "AdaBelief", "TensorCounter"),
+    *("RegisteredTensors", "RegisteredNumbers", "RegisteredNewTensors"),
+)
+
+
+def refused(kind, words):
+    """Counters of recorded classes advance together."""
+    return raises("between backward() and step()", words if kind.way != RECORDED else "")
+
+
+def of_groups(kind, change, **_):
+    if change in ("replaced", "removed", "emptied", "moved"):
+        return refused(kind, "parameter 0 of group 0")
+    return EITHER if kind.way == RECORDED else EQUAL
+
+
+LOST = ("cleared", "exchanged", "by_dict", "popped", "entry_cleared")
+WRITTEN = ("values_of_zeros", "zeros_after_a_new_group", "zeros_before_a_new_group")
+
+
+def of_state(kind, change, **_):
+    if change in LOST or (change in WRITTEN and kind.way != RECORDED):
+        return refused(kind, "of parameter 0 of group 0")
+    if change in ("value_of_zeros", "tensor_written", "counter_written", "extra_key"):
+        return EITHER  # there may be none, and a class may read the key
+    if change in ("entry_cloned", "value_cloned", "own_tensors_loaded"):
+        return EITHER  # other tensors, where there are some
+    return EITHER if kind.way == RECORDED else EQUAL
 
 
 # ---- groups
@@ -121,15 +156,18 @@ GROUPS = {
     optimizer=INDEX,
     group=INDEX,
     index=INDEX,
-    kind=GROUPS,
-    backward=EITHER,
+    change=GROUPS,
     stock=EITHER,
+    every=KINDS,
+    goes_on=True,
+    backward=EITHER,
+    late=of_groups,
 )
-def change_groups(world, optimizer, group, index, kind):
+def change_groups(world, optimizer, group, index, change):
     chosen = world.optimizer(optimizer)
     one = chosen.param_groups[group % len(chosen.param_groups)]
     if one["params"]:
-        kind(world, chosen, one, index % len(one["params"]))
+        change(world, chosen, one, index % len(one["params"]))
 
 
 @deed("anywhere", weight=2, optimizer=INDEX, rows=(1, 3), backward=EITHER)
@@ -182,6 +220,34 @@ def value_of_zeros(optimizer, p):
         entry[key] = torch.zeros_like(entry[key])
 
 
+def values_of_zeros(optimizer, p):
+    for key, value in optimizer.state.get(p, {}).items():
+        optimizer.state[p][key] = value * 0
+
+
+def zeros_after_a_new_group(optimizer, p):
+    """The library is told of all parameters anew."""
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    values_of_zeros(optimizer, p)
+
+
+def zeros_before_a_new_group(optimizer, p):
+    values_of_zeros(optimizer, p)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def tensor_written(optimizer, p):
+    entry = optimizer.state.get(p, {})
+    for key in tensors_in(entry)[-1:]:
+        entry[key].zero_()
+
+
+def counter_written(optimizer, p):
+    entry = optimizer.state.get(p, {})
+    for key in [key for key in tensors_in(entry) if not entry[key].dim()][:1]:
+        entry[key].fill_(7)
+
+
 def value_cloned(optimizer, p):
     entry = optimizer.state.get(p, {})
     for key in tensors_in(entry)[:1]:
@@ -209,6 +275,11 @@ STATES = {
         entry_copied,
         entry_cloned,
         value_of_zeros,
+        values_of_zeros,
+        zeros_after_a_new_group,
+        zeros_before_a_new_group,
+        tensor_written,
+        counter_written,
         value_cloned,
         extra_key,
         own_tensors_loaded,
@@ -216,12 +287,107 @@ STATES = {
 }
 
 
-@deed("anywhere", weight=8, optimizer=INDEX, index=INDEX, kind=STATES, backward=EITHER)
-def change_state(world, optimizer, index, kind):
+@deed(
+    "anywhere",
+    weight=8,
+    optimizer=INDEX,
+    index=INDEX,
+    change=STATES,
+    every=KINDS,
+    goes_on=True,
+    backward=EITHER,
+    late=of_state,
+)
+def change_state(world, optimizer, index, change):
     chosen = world.optimizer(optimizer)
     params = [p for group in chosen.param_groups for p in group["params"]]
     if params:
-        kind(chosen, params[index % len(params)])
+        change(chosen, params[index % len(params)])
+
+
+@deed(
+    ALONE,
+    change={name: STATES[name] for name in (*LOST, *WRITTEN)},
+    backward=raises("between backward() and step()", "of parameter 0 of group 0"),
+)
+def change_state_in_the_first_iteration(world, change):
+    """It was made inside backward."""
+    _, optimizer = world.own()
+    world.backward(world.loss(0, 0))
+    change(optimizer, world.param())
+    world.step(0)
+    world.look(gradients=False)
+
+
+@deed(weight=1, models=("joins later",), every=(*KINDS, "Elementwise", "Lists"))
+def look_at_the_order_of_state(world):
+    """Also of a parameter whose first gradient comes later, and each key in its place."""
+    optimizer, numbers = world.optimizer(), {p: n for n, p in enumerate(world.params())}
+    world.see("order", [numbers[p] for p in optimizer.state])
+    world.see("keys", [list(entry) for entry in optimizer.state.values()])
+    world.see("saved", list(optimizer.state_dict()["state"]))
+
+
+@deed("before step", kinds=("RegisteredTensors", "AdaBelief"), is_option=(False, True), every=True)
+def notes_before_step(world, is_option):
+    """Names that the class's code does not have."""
+    if is_option:
+        world.optimizer().param_groups[0]["last_loss"] = 1.0
+    else:
+        world.optimizer().last_loss = 1.0
+
+
+class Scaled(Tensors):
+    """Reads an attribute."""
+
+    scale = 1.0
+
+    def update(self, group, p, state):
+        p.add_(p.grad, alpha=-group["lr"] * self.scale)
+
+
+class ByName(Tensors):
+    """Reads an option and an attribute by names that are made at run time."""
+
+    def update(self, group, p, state):
+        rates = dict(group.items())
+        p.add_(p.grad, alpha=-rates["l" + "r"] * getattr(self, "fact" + "or", 1.0))
+
+
+class OfTorch(torch.optim.RMSprop):
+    """Only torch's code reads its options."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+OF_CLASSES = {
+    "scale": (Scaled, lambda optimizer: setattr(optimizer, "scale", 100)),
+    "factor": (ByName, lambda optimizer: setattr(optimizer, "factor", 2.0)),
+    "factor ": (ByName, lambda optimizer: optimizer.param_groups[0].update(factor=2.0)),
+    "alpha": (OfTorch, lambda optimizer: optimizer.param_groups[0].update(alpha=0.5)),
+}
+
+
+@deed(
+    ALONE,
+    of=OF_CLASSES,
+    backward=lambda kind, of: raises("between backward() and step()", f"'{of.strip()}'"),
+    goes_on=True,
+    proves=False,
+)
+def what_a_registered_class_reads(world, of):
+    cls, change = of
+    optfuse.register(cls)
+    _, optimizer = world.own(make=cls)
+    world.train()
+    world.train()
+    optimizer.zero_grad()
+    world.backward(world.loss(0, 2))
+    change(optimizer)
+    world.step(0)
+    world.look(gradients=False)
 
 
 # ---- hooks and closures that do so in step()
@@ -257,17 +423,17 @@ def step_with_a_hook_that_changes(world, optimizer, index, groups, state):
     optimizer=INDEX,
     model=INDEX,
     index=INDEX,
-    kind=STATES,
+    change=STATES,
     backward=EITHER,
     kinds=has_closure,
 )
-def step_with_a_closure_that_changes(world, optimizer, model, index, kind):
+def step_with_a_closure_that_changes(world, optimizer, model, index, change):
     def closure():
         for one in world.optimizers:
             one.zero_grad()
         loss = world.loss(model, index)
         world.backward(loss)
-        change_state(world, optimizer, index, kind)
+        change_state(world, optimizer, index, change)
         return loss
 
     world.see("loss", world.step(optimizer, closure))

@@ -4,18 +4,20 @@
 import threading
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import optfuse
 from programs.deed import (
     BACKWARD,
     BEFORE_BACKWARD,
     BEFORE_FUSE,
-    BOOL,
     EITHER,
     IN_BACKWARD,
     INDEX,
     deed,
 )
+from programs.models import rows
 
 
 @deed(BEFORE_FUSE)
@@ -69,9 +71,64 @@ def call_the_model_otherwise(world, way):
     world.train(lambda: world.loss(0, world.i, lambda x: way(world, x)))
 
 
-@deed(weight=0)
-def call_the_model_row_by_row(world):
-    world.train(lambda: world.loss(0, world.i, torch.vmap(world.model())))
+def with_checkpoint(use_reentrant):
+    def call(model, x):
+        return model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=use_reentrant))
+
+    return call
+
+
+def with_functional_call(model, x):
+    return torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+
+
+def with_autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x).float()
+
+
+def with_double_backward(model, x):
+    out = model(x.requires_grad_()).square().mean()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + slope.square().sum()
+
+
+def with_create_graph(model, x):
+    """Double backward through the weights themselves."""
+    out = model(x).square().mean()
+    slopes = torch.autograd.grad(out, list(model.parameters()), create_graph=True)
+    return out + sum(s.square().sum() for s in slopes)
+
+
+def with_forward_ad(model, x):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(model(dual)).primal
+
+
+def with_saved_tensor_hooks(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+CALLS = {
+    "checkpoint, reentrant": with_checkpoint(True),
+    "checkpoint": with_checkpoint(False),
+    "functional_call": with_functional_call,
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "autocast": with_autocast,
+    "double backward": with_double_backward,
+    "create_graph": with_create_graph,
+    "forward-mode AD": with_forward_ad,
+    "saved-tensor hooks": with_saved_tensor_hooks,
+}
+
+
+@deed(weight=0, way=CALLS)
+def call_an_mlp_otherwise(world, way):
+    """Looks, while updates of it are pending."""
+    world.see("output", way(world.model(), rows(7)))
+    world.train(lambda: world.loss(0, world.i, lambda x: way(world.model(), x)))
 
 
 TENSOR_HOOKS = {
@@ -121,12 +178,3 @@ def iteration_in_another_order(world, how):
     name, options = how
     with optfuse.reorder(world.model(), name, **options):
         world.train()
-
-
-@deed(weight=1, inside=BOOL)
-def iteration_with_promised_gradients(world, inside):
-    """Products that are computed when their update is: layers of any size."""
-    with world.environment(OPTFUSE_PRODUCTS="force"):
-        world.train()
-        if inside:
-            world.look(gradients=False)

@@ -72,6 +72,17 @@ def swap_tensors(world, index):
         torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
 
 
+@deed(weight=1)
+def apply_under_swap_mode(world):
+    world.optimizer().zero_grad()
+    world.losses.clear()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        world.model()._apply(lambda t: t * 0.5)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @deed(model=INDEX)
 def vector_to_parameters(world, model):
     """All parameters become views of one memory."""

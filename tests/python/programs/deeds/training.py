@@ -6,13 +6,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
-from programs.deed import BATCH, BOOL, EITHER, INDEX, deed
+from programs.deed import BATCH, BOOL, EITHER, INDEX, consumed, deed, raises
+from programs.models import DRAWN, SIXTEEN_BITS
 from programs.optimizers import has_closure
 
 
 @deed(weight=30, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
 def iteration(world, model, batch, set_to_none):
     world.train(lambda: world.loss(model, batch), set_to_none)
+
+
+OF_ANY_KIND = tuple(name for name in DRAWN if name not in SIXTEEN_BITS)
+
+
+@deed(weight=0, models=OF_ANY_KIND, kinds=("AdamW", "SGD", "RMSprop", "Elementwise"))
+def iteration_of_a_model(world):
+    """Parameters in unusual places."""
+    world.train()
 
 
 @deed(weight=4, batch=BATCH, set_to_none=BOOL)
@@ -44,6 +54,21 @@ def backward(world, model, batch):
 @deed("anywhere", weight=12, optimizer=INDEX, backward=EITHER, fault=("rearm", "seal"))
 def step(world, optimizer):
     world.step(optimizer)
+
+
+@deed(backward=consumed("backward() without zero_grad() after step()"))
+def iteration_without_zero_grad(world):
+    world.backward(world.loss(0, world.i))
+    world.step(0)
+
+
+TWO = [{"kind": "AdamW", "options": {"lr": 0.1}}, {"kind": "SGD", "options": {"lr": 0.1}}]
+
+
+@deed(setup={"optimizers": TWO}, backward=raises("already"))
+def iteration_of_two_optimizers(world):
+    """Both have all parameters."""
+    world.train()
 
 
 @deed("anywhere", weight=6, optimizer=INDEX, set_to_none=BOOL)

@@ -3,9 +3,10 @@
 and names for their memory that are held across steps."""
 
 import torch
+from common import adamw
 from torch import nn
 
-from programs.deed import EITHER, INDEX, deed
+from programs.deed import ALONE, EITHER, INDEX, deed
 
 WHAT = ("weight", "weight", "state")
 
@@ -50,10 +51,13 @@ WRITES = {
     "lerp_": lambda t: t.lerp_(torch.zeros_like(t), 0.3),
     "init": lambda t: nn.init.constant_(t, 0.1),
     "normal_": lambda t: t.normal_(generator=torch.Generator().manual_seed(1)),
+    "index_fill_": lambda t: t.index_fill_(0, torch.tensor([0]), 1.0),
+    "copy_ from the host": lambda t: t.copy_(torch.full(t.shape, 0.1, device="cpu")),
+    "copy_ of ones": lambda t: t.copy_(torch.ones_like(t)),
 }
 
 
-@deed(weight=12, what=WHAT, index=INDEX, way=WRITES)
+@deed(weight=12, what=WHAT, index=range(2, 14), way=WRITES, product=True)
 @torch.no_grad()
 def write(world, what, index, way):
     tensor = world.tensor(what, index)
@@ -92,6 +96,14 @@ GRADIENTS = {
     "of another dtype": lambda p: torch.ones(p.shape, dtype=torch.float64),
     "sparse": lambda p: torch.ones_like(p).to_sparse(),
 }
+
+
+@deed(weight=0)
+def free_the_memory_of_gradients(world):
+    """After step()."""
+    for p in world.params():
+        if world.mode != "backward":
+            p.grad.untyped_storage().resize_(0)
 
 
 @deed(weight=6, index=INDEX, kind=GRADIENTS, backward=EITHER, stock=EITHER)
@@ -138,6 +150,10 @@ def share_a_gradient(world, first, second):
 # ---- state
 
 
+def slow_adamw(groups):
+    return torch.optim.AdamW(groups, betas=(0.99999, 0.9999999), fused=True)
+
+
 def other_strides(s):
     return s.t().contiguous().t() if s.dim() == 2 else s.clone()
 
@@ -167,6 +183,13 @@ def replace_state(world, index, kind):
 @deed(weight=1, index=INDEX, kind=BAD_STATES, backward=EITHER, stock=EITHER, forward=EITHER)
 def replace_state_badly(world, index, kind):
     replace_state(world, index, kind)
+
+
+@deed(weight=1, value=(1.0, 0.9, 1e-7), make=slow_adamw, product=True)
+def set_the_step_counters(world, value):
+    """Stock adds 1 in float32, which rounds."""
+    for entry in world.optimizer().state.values():
+        entry["step"].fill_(value)
 
 
 @deed(weight=1, optimizer=INDEX)
@@ -212,8 +235,23 @@ def hold_a_gradient(world, index, kind):
     hold(world, "gradient", index, kind)
 
 
+@deed(ALONE, kind=ALIASES, product=True)
+def hold_from_before_fuse_on(world, kind):
+    model = world.build()
+    alias = kind(model[0].weight)
+    world.wrap(adamw(model.parameters()))
+    for _ in range(4):
+        world.train()
+        world.see("held", torch.as_tensor(alias))
+
+
 @deed(model=INDEX)
 def hold_a_state_dict(world, model):
+    """Looks first at those that are held since before the update."""
+    world.see_held()
+    for optimizer in world.optimizers:
+        for entry in optimizer.state_dict()["state"].values():
+            world.held += [(name, t) for name, t in entry.items() if torch.is_tensor(t)]
     for name, tensor in world.model(model).state_dict().items():
         world.held.append((name, tensor))
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every guard has a negative control: in a test-only build, with this guard
-alone switched off, the scenario that it protects sees wrong numbers or misses
-an error. So each test below could fail, and each guard is needed."""
+"""Every guard has a negative control: in a test-only build, with this guard switched off, a deed
+sees wrong numbers or misses an error. So each deed could fail, and each guard is needed."""
 
 import json
 import os
@@ -11,29 +10,31 @@ from pathlib import Path
 import pytest
 from common import HERE, python
 
-import guard_scenarios
 from optfuse._library.bindings import lib
+from programs.deed import DEEDS, GUARDS
 
 ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="module")
-def played():
-    """The outcome of each scenario, in the test-only build: [guard on, guard off]."""
+def controls():
+    """The failures with all guards, and without the one that a deed needs."""
     library = os.environ.get("OPTFUSE_GUARDS_LIBRARY")
     if not library:
         pytest.skip("OPTFUSE_GUARDS_LIBRARY does not name the build with -Dguards=true")
-    play_all = "from guard_scenarios.player import main\nmain()"
-    done = python(play_all, timeout=2500, OPTFUSE_LIBRARY=library)
+    code = "from programs.faults import of_deeds\nof_deeds()"
+    done = python(code, timeout=2500, OPTFUSE_LIBRARY=library)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", guard_scenarios.SCENARIOS)
-def test_the_promise_is_kept_with_the_guard_and_broken_without(name, played):
-    with_guard, without = played[name]
-    assert with_guard == "kept", f"with the guard {name!r} on: {with_guard}"
-    assert without.startswith("broken: "), f"with the guard {name!r} off: {without}"
+@pytest.mark.parametrize(
+    "deed_and_guard", [f"{name} {fault[0]}" for name in DEEDS for fault in DEEDS[name].faults]
+)
+def test_a_deed_fails_without_its_guard(deed_and_guard, controls):
+    with_guard, without = controls[deed_and_guard]
+    assert not with_guard, f"with all guards on: {with_guard[0]}"
+    assert without, "it is as well without the guard"
 
 
 def test_the_release_build_has_no_switch():
@@ -42,16 +43,12 @@ def test_the_release_build_has_no_switch():
     content = Path(lib._name).read_bytes()
     assert b"OPTFUSE_TEST_GUARDS_OFF" not in content and b"of_guard_enabled" not in content
     done = python(
-        "import json, warnings, guard_scenarios as g\n"
-        "warnings.simplefilter('ignore')\n"
-        "alone = [n for n, (_, others) in g.SCENARIOS.items() if not others]\n"
-        "played = g.play([(n, tuple(g.SCENARIOS)) for n in alone])\n"
-        "print(json.dumps({n: outcome for (n, _), outcome in played.items()}))\n"
+        "from programs.cases import failures\n"
+        "for name in ('step_again', 'clip_and_wait', 'backward_through_changed_weights'):\n"
+        "    assert not failures(name, 'forward') + failures(name, 'backward')\n",
+        OPTFUSE_TEST_GUARDS_OFF=",".join(GUARDS),
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    # stderr may have what torch's profiler says of itself, which a scenario uses.
-    for name, outcome in json.loads(done.stdout).items():
-        assert outcome == "kept", f"{name}: {outcome}"
 
 
 # Guards that only a GPU's parameters meet have their control there.
@@ -79,7 +76,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_guard_of_the_source_has_a_scenario():
+def test_every_guard_of_the_source_has_a_deed():
     found = set()
     for layer in ("plugin", "shim"):
         for path in sorted((ROOT / layer).rglob("*.[ch]*")):
@@ -89,6 +86,6 @@ def test_every_guard_of_the_source_has_a_scenario():
     for path in (ROOT / "python_loader").rglob("*.py"):
         found |= set(re.findall(r'guard\("(\w+)"\)', path.read_text()))
     assert found, "no guards were found: has the source moved?"
-    assert found == {*guard_scenarios.SCENARIOS, *ELSEWHERE}, "guards and scenarios differ"
+    assert found == {*GUARDS, *ELSEWHERE}, "guards and deeds differ"
     for name, file in ELSEWHERE.items():
         assert f'"{name}"' in (ROOT / file).read_text(), f"{name} is not in {file}"

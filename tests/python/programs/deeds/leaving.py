@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each way by which a gradient leaves its tensor, as to a file, to another process or to another
-library: in forward mode it finds stock's numbers, pending or promised ones too; in backward mode,
-where the gradient is used up by then, it raises. And what step() says to a used gradient that is in
-the place of another one."""
+"""Deeds: each way by which a gradient leaves its tensor, as to a file, to another process or to
+another library. Pending or promised ones have stock's numbers; a used one raises."""
 
 import copy
 import ctypes
@@ -11,14 +9,11 @@ import pickle
 import tempfile
 from multiprocessing.reduction import ForkingPickler
 
-import pytest
 import torch
-from common import adamw, everything, loss_of, net, refused, same
-from test_overwritten import replicated
 from torch import multiprocessing, nn
 from torch.multiprocessing import reductions
 
-import optfuse
+from programs.deed import BEFORE_STEP, deed, raises
 
 
 def rebuilt(reduced):
@@ -188,186 +183,36 @@ WAYS = {
 }
 
 
-def first(model):
-    return model[0].weight.grad
-
-
-def wide():
-    return nn.Sequential(nn.Linear(48, 56), nn.Tanh(), nn.Linear(56, 3))
-
-
-def loss_of_wide(model, i):
-    return model(torch.linspace(-1, i + 1, 96).view(2, 48)).square().mean()
-
-
-#: The model, its loss, the gradient that is looked at, and the option products.
-KINDS = {
-    "plain": (wide, loss_of_wide, first, "off"),
-    "promised": (wide, loss_of_wide, first, "force"),
-    "DTensor": (replicated, loss_of, lambda model: first(model)._local_tensor, "off"),
-    "wrapper": (replicated, loss_of, first, "off"),
-}
+LEAVES = {"kinds": ("AdamW",), "weight": 0, "backward": raises("already applied"), "every": True}
 #: DTensors can do no more.
-FOR_WRAPPERS = {
-    *("send: ForkingPickler", "send: a pipe", "send: SimpleQueue", "tensor: pickle"),
-    *("tensor: deepcopy", "tensor: torch.save", "storage: nbytes"),
+OF_WRAPPERS = {
+    name: WAYS[name]
+    for name in (
+        *("send: ForkingPickler", "send: a pipe", "send: SimpleQueue", "tensor: pickle"),
+        *("tensor: deepcopy", "tensor: torch.save", "storage: nbytes"),
+    )
 }
 
 
-def cases():
-    for kind in KINDS:
-        for name in WAYS:
-            if kind != "wrapper" or name in FOR_WRAPPERS:
-                yield pytest.param(kind, WAYS[name], id=f"{kind}, {name}")
+def local(gradient):
+    return getattr(gradient, "_local_tensor", gradient)
 
 
-def looking(kind, way, mode, when):
-    """A script that trains, and lets a gradient of its third iteration leave."""
-    build, loss, pick, _ = KINDS[kind]
-
-    def look(wrap, model):
-        if mode == "forward":
-            yield "there", way(pick(model))
-        elif wrap.fused:
-            refused(lambda: way(pick(model)), "already applied")
-
-    def script(wrap):
-        model = build()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            loss(model, i).backward()
-            if i == 2 and when == "before step":
-                yield from look(wrap, model)
-            optimizer.step()
-            if i == 2 and when == "after step":
-                yield from look(wrap, model)
-        yield from everything(model, optimizer)
-        if wrap.fused and kind == "promised":
-            assert any(layer.promised for layer in optfuse.summary(optimizer).promised)
-
-    return script
+@deed(way=WAYS, models=("mlp", "replicated"), **LEAVES)
+def gradient_leaves(world, way):
+    world.see("there", way(local(world.grad())))
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("when", ("before step", "after step"))
-@pytest.mark.parametrize("mode", ("forward", "backward"))
-@pytest.mark.parametrize(("kind", "way"), list(cases()))
-def test_a_gradient_leaves_with_its_numbers_or_an_error(kind, way, mode, when, gloo, monkeypatch):
-    monkeypatch.setenv("OPTFUSE_PRODUCTS", KINDS[kind][-1])
-    same(looking(kind, way, mode, when), mode)
+@deed(BEFORE_STEP, way=WAYS, models=("mlp", "replicated"), **LEAVES)
+def gradient_leaves_before_step(world, way):
+    world.see("there", way(local(world.grad())))
 
 
-def give_each(change):
-    """Puts change(parameter) into each .grad."""
-
-    def give(model, kept):
-        for p in model.parameters():
-            p.grad = change(p)
-
-    return give
+@deed(way=OF_WRAPPERS, models=("replicated",), **LEAVES)
+def dtensor_leaves(world, way):
+    world.see("there", way(world.grad()))
 
 
-def of_earlier_step(model, kept):
-    for p, grad in zip(model.parameters(), kept["before"], strict=True):
-        p.grad = grad
-
-
-def exchanged(model, kept):
-    a, b = model[0].bias, model[2].bias
-    a.grad, b.grad = b.grad, a.grad
-
-
-def data_of_another(model, kept):
-    model[0].bias.grad.data = model[2].bias.grad.data
-
-
-def exchanged_before_a_rebuild(model, kept):
-    exchanged(model, kept)
-    kept["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-#: Stock's step() uses other numbers than backward() has made for this parameter.
-OTHERS = {
-    "of the step before": of_earlier_step,
-    "exchanged": exchanged,
-    "data of another parameter": data_of_another,
-    "exchanged, then a new group": exchanged_before_a_rebuild,
-    "of another model": lambda model, kept: setattr(
-        model[0].bias, "grad", kept["other"][0].bias.grad
-    ),
-    "of another parameter, aliased": lambda model, kept: setattr(
-        model[0].bias, "grad", model[2].bias.grad.detach()
-    ),
-    "rounded": give_each(lambda p: p.grad.half().float()),
-    "data rounded": lambda model, kept: setattr(
-        model[0].bias.grad, "data", model[0].bias.grad.bfloat16().float()
-    ),
-    "model in double": lambda model, kept: model.double(),
-}
-
-
-def dropped_and_back(model, kept):
-    for p in model.parameters():
-        grad, p.grad = p.grad, None
-        p.grad = grad
-
-
-def exchanged_twice(model, kept):
-    exchanged(model, kept)
-    exchanged(model, kept)
-
-
-def aliased_before_a_rebuild(model, kept):
-    give_each(lambda p: p.grad.detach())(model, kept)
-    kept["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-#: It uses the same.
-ITS_OWN = {
-    "dropped and put back": dropped_and_back,
-    "exchanged twice": exchanged_twice,
-    "detach()": give_each(lambda p: p.grad.detach()),
-    "data": give_each(lambda p: p.grad.data),
-    "its own data": lambda model, kept: [
-        setattr(p.grad, "data", p.grad.data) for p in model.parameters()
-    ],
-    "through double": give_each(lambda p: p.grad.double().float()),
-    "an alias, then a new group": aliased_before_a_rebuild,
-}
-FOR_DTENSORS = ("of the step before", "exchanged", "of another model", "dropped and put back")
-#: The model and its optimizer. DTensors have no aliases.
-BUILDS = {"tensors": (net, torch.optim.SGD), "DTensors": (replicated, adamw)}
-
-
-def put_back(build, make, put, is_own):
-    def script(wrap):
-        model, other = build(), build()
-        optimizer, of_other = (wrap(make(m.parameters())) for m in (model, other))
-        kept = {"other": other, "optimizer": optimizer}
-        for i in range(4):
-            for m, o in ((other, of_other), (model, optimizer)):
-                o.zero_grad()
-                loss_of(m, i).backward()
-            of_other.step()
-            if i == 3:
-                put(model, kept)
-            if i == 3 and wrap.fused and not is_own:
-                refused(optimizer.step, "discarded, zeroed or replaced")
-                return
-            optimizer.step()
-            kept["before"] = [p.grad for p in model.parameters()]
-            if is_own or i < 3:
-                yield from everything(model, optimizer)
-
-    return script
-
-
-PUT = [(way, "tensors") for way in (*OTHERS, *ITS_OWN)]
-PUT += [(way, "DTensors") for way in FOR_DTENSORS]
-
-
-@pytest.mark.parametrize(("way", "build"), PUT)
-def test_a_used_gradient_in_the_place_of_another_one_is_refused_by_step(way, build, gloo):
-    put = OTHERS.get(way) or ITS_OWN[way]
-    same(put_back(*BUILDS[build], put, way in ITS_OWN), mode="backward")
+@deed(BEFORE_STEP, way=OF_WRAPPERS, models=("replicated",), **LEAVES)
+def dtensor_leaves_before_step(world, way):
+    world.see("there", way(world.grad()))

@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers whose step() is recorded."""
+"""Deeds of optimizers whose step() is recorded: each class has the bits of stock by one guard."""
 
 import contextlib
 import threading
 
 import torch
 from recorded_classes import KINDS, Base
-from test_backward import check
-from test_recorded import World, compare, only_steps
+from torch import nn
 
-import optfuse
-from guard_scenarios.registry import guards, must_raise
-
-
-def has_stocks_bits(cls):
-    try:
-        compare(cls, only_steps)
-    except RuntimeError as error:
-        raise AssertionError(f"stock's step() raises nothing, and this one: {error}") from error
+from programs.deed import ALONE, EITHER, deed, raises
 
 
 def of_bits(guard):
     """Registers a class whose bits need this guard."""
 
     def register(cls):
-        guards(guard)(lambda: has_stocks_bits(cls))
+        def train(world):
+            world.train()
+
+        train.__name__ = f"train_by_{cls.__name__}"
+        deed(make=cls, weight=0, fault=guard, turns=5)(train)
         return cls
 
     return register
@@ -32,6 +27,7 @@ def of_bits(guard):
 
 of_bits("recorded_settings")(KINDS["Settings"])
 of_bits("recorded_show")(KINDS["KeepsAnAddress"])
+of_bits("ahead_owners")(KINDS["Coupled"])
 
 
 @of_bits("recorded_data")
@@ -97,31 +93,28 @@ class Parts(Base):
         p.sub_(state["m"], alpha=group["lr"])
 
 
-@guards("recorded_seal")
-def another_thread_does_not_write_what_a_line_will_read():
+class Waits(Base):
     raised = []
 
-    def zero(tensor):
+    def one(self, p, group, state):
+        p.sub_(p.grad, alpha=group["lr"])
+        thread = threading.Thread(target=self.zero, args=(p.grad,))
+        thread.start()
+        thread.join()
+
+    def zero(self, gradient):
         try:
-            tensor.zero_()
+            gradient.zero_()
         except RuntimeError as error:
-            raised.append(error)
-
-    class Waits(Base):
-        def one(self, p, group, state):
-            p.sub_(p.grad, alpha=group["lr"])
-            thread = threading.Thread(target=zero, args=(p.grad,))
-            thread.start()
-            thread.join()
-
-    World(Waits, fused=True).steps(1)
-    assert raised, "a gradient was changed before a line had read it"
+            self.raised.append(error)
 
 
-@guards("ahead_owners")
-def combined_parameters_are_left_to_step():
-    _, error = check(KINDS["Coupled"], 5 * ["plain"], seed=3)
-    assert error is None, error
+@deed(ALONE, fault="recorded_seal", proves=False, backward=EITHER)
+def another_thread_writes_what_a_line_will_read(world):
+    Waits.raised.clear()
+    world.own(make=Waits)
+    world.train()
+    world.see("raised", bool(Waits.raised) or world.mode != "forward")
 
 
 class Shares(Base):
@@ -132,19 +125,44 @@ class Shares(Base):
         p.sub_(p.grad, alpha=group["lr"] / n)
 
 
-@guards("ahead_unexpected")
-def a_gradient_that_does_not_come_is_refused():
-    check(Shares, ["plain", "plain", "plain", "undefined", "plain"], seed=3)
+class Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
 
 
-@guards("late_values")
-def a_rate_written_through_data_after_backward_is_not_ignored():
-    param, rate = torch.nn.Parameter(torch.ones(4)), torch.tensor(0.1)
-    optimizer = optfuse.fuse(KINDS["Elementwise"]([param], lr=rate), "backward")
+@deed(ALONE, fault="ahead_unexpected", proves=False, backward=EITHER)
+def gradient_that_does_not_come(world):
+    model, _ = world.own("layers", make=Shares)
+
+    def loss():
+        first, *others = model.parameters()
+        cut = Cut.apply(first).sum() if world.i == 3 else first.square().sum()
+        return cut + sum(p.square().sum() for p in others)
+
+    for _ in range(5):
+        world.train(loss)
+    world.look(gradients=False)
+
+
+def with_a_rate(rate):
+    p = nn.Parameter(torch.ones(4))
+    return p, KINDS["Elementwise"]([p], lr=rate)
+
+
+@deed(ALONE, fault="late_values", backward=raises("between backward() and step()"), proves=False)
+def rate_written_through_data_before_step(world):
+    rate = torch.tensor(0.1)
+    p, optimizer = with_a_rate(rate)
+    world.wrap(optimizer)
     for i in range(3):
         optimizer.zero_grad()
-        param.sum().backward()
+        p.sum().backward()
         if i == 2:
             rate.data.mul_(0.5)
-            must_raise(optimizer.step, "step() with another learning rate than backward used")
         optimizer.step()
+    world.see("weight", p)
