@@ -38,7 +38,6 @@ OFTEN = {
     "late_state": ("change_state",),
     "factors": ("clipped_by_optfuse",),
     "unread": ("clipped_by_optfuse", "clip_by_optfuse"),
-    "clip": ("set_gradient", "clip_by_optfuse"),
     "nonfinite": ("scaled",),
     "native": (),
 }
@@ -69,6 +68,7 @@ OUT_OF_REACH = {
         ("late_groups", "late_scale", "written"),
         "programs with it off have raised for other reasons so far; its deed shows it",
     ),
+    "clip": "2,000 programs have not met it; its deed shows it",
     "groups": "step() refuses late changes of groups by themselves; its deed shows it",
     **dict.fromkeys(
         ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"

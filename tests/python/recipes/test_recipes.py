@@ -85,7 +85,7 @@ def assert_same(stock, other, tail=False):
 
 
 def test_each_script_has_two_lines_more_than_stock():
-    assert len(SCRIPTS) == 8
+    assert len(SCRIPTS) == 7
     for name, code in SCRIPTS.items():
         lines = [line for line in code.splitlines() if "optfuse" in line.lower()]
         assert len(lines) == (0 if name == "digits.py" else 2), name

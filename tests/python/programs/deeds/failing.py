@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from programs.deed import BATCH, EITHER, INDEX, deed
+from programs.optimizers import has_closure
 
 
 class Fault(Exception):
@@ -57,6 +58,6 @@ def exception_in_backward(world, model, batch):
         handle.remove()
 
 
-@deed(weight=1, optimizer=INDEX, stock=EITHER)
+@deed(weight=1, optimizer=INDEX, stock=EITHER, kinds=has_closure)
 def exception_in_a_closure(world, optimizer):
     world.step(optimizer, fail)

@@ -458,6 +458,10 @@ def step_with_scale(world, optimizer, scale, inf):
         return  # stock raises a TypeError, see reference.py
     if isinstance(chosen, torch.optim.SGD) and inf and False in buffers_of(chosen):
         return  # stock makes buffers and writes nothing to them
+    tensors = [*world.params(), *(p.grad for p in world.params() if p.grad is not None)]
+    tensors += [entry[key] for entry, key in world.states()]
+    if world.overlapping or not all(t.is_contiguous() for t in tensors):
+        return  # stock's own step() runs, which goes through memory: see reference.py
     given = {"grad_scale": scale, "found_inf": inf}
     for name, value in given.items():
         if value is not None:

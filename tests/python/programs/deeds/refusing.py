@@ -151,7 +151,7 @@ def scale_by_a_disabled_scaler(world, loss):
     world.backward(torch.amp.GradScaler("cpu", enabled=False).scale(loss))
 
 
-@deed(weight=1, fault="recheck", kinds=("AdamW",), turns=1)
+@deed(weight=0, fault="recheck", kinds=("AdamW",), turns=1)
 def evict_the_hooks_of_gradients(world):
     """Assigning this attribute drops every hook of the slot, ours included: step() notices."""
     for p in world.params():
