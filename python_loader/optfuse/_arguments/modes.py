@@ -75,7 +75,7 @@ class Forward:
         delay: Mapping[Tensor | nn.Module, int] | Delay | None = None,
     ) -> None:
         """max_grad_norm: step() first clips the gradients of this optimizer to this 2-norm, as
-            clip_grad_norm_() does; for loops that can't be edited.
+            clip_grad_norm_() does, behind hooks before step(); for loops that can't be edited.
         fold: whether multiplying large gradients is left to the update, in clip_grad_norm_() of
             ours and of torch.nn.utils, max_grad_norm, and, on the CPU, when torch.amp.GradScaler
             unscales. It changes no result.

@@ -95,8 +95,7 @@ class Step:
             torch.ops.optfuse.access(param)  # whose address is known: it is on no line
         closure = kwargs.get("closure", next(filter(callable, args), None))
         if closure is None:
-            self._clip()
-            return step(*args, **kwargs)
+            return self._clip_and_step(step, args, kwargs)
 
         def clipped(*its: Any, **named: Any) -> Any:
             loss = closure(*its, **named)
@@ -106,6 +105,19 @@ class Step:
         if kwargs.get("closure") is closure:
             kwargs["closure"] = clipped
         return step(*(clipped if arg is closure else arg for arg in args), **kwargs)
+
+    def _clip_and_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Clips what hooks before step() have left, as it is with kernels."""
+        optimizer = self._living_owner()
+        if self.options.max_grad_norm is None or not getattr(type(optimizer).step, "hooked", False):
+            self._clip()
+            return step(*args, **kwargs)
+        to_do = [self._clip]  # a step() that calls that of its base runs hooks twice
+        last = optimizer.register_step_pre_hook(lambda *_: to_do.pop()() if to_do else None)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            last.remove()
 
     def _clip(self) -> None:
         max_norm = self.options.max_grad_norm

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import optfuse
-from programs.deed import EITHER, INDEX, deed
+from programs.deed import EITHER, INDEX, deed, raises
 from programs.reference import Dense
 
 
@@ -199,6 +199,12 @@ def halve_gradients(chosen, args, kwargs):
 @deed("anywhere", weight=1, optimizer=INDEX, backward=EITHER)
 def hook_before_step_on_gradients(world, optimizer):
     world.add_step_hook(optimizer, halve_gradients)
+
+
+@deed(setup={"max_grad_norm": 0.01}, backward=raises("max_grad_norm"), weight=0, proves=False)
+def hook_on_gradients_that_step_clips(world):
+    """By whatever it leaves."""
+    world.add_step_hook(0, halve_gradients)
 
 
 @deed(weight=1, backward=EITHER)
