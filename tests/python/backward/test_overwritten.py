@@ -16,6 +16,7 @@ from common import (
     train,
     weights,
 )
+from programs.deeds.overwriting import OVERWRITES, REPLACES
 from torch import nn
 from torch.distributed.tensor import (
     DTensor,
@@ -25,41 +26,8 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 
-
-def with_all(value):
-    """`p.grad[...] = value`"""
-    return lambda p: p.grad.__setitem__(..., value)
-
-
-def replace_by_zeros(p):
-    p.grad = torch.zeros_like(p.grad)
-
-
-def draw(p):
-    torch.manual_seed(3)
-    p.grad.normal_()
-
-
-OVERWRITES = {
-    "zero_": lambda p: p.grad.zero_(),
-    "zero_ of data": lambda p: p.grad.data.zero_(),
-    "zero_ of detach()": lambda p: p.grad.detach().zero_(),
-    "detach_, zero_": lambda p: p.grad.detach_().zero_(),
-    "fill_": lambda p: p.grad.fill_(0.5),
-    "fill_ with a tensor": lambda p: p.grad.data.fill_(torch.tensor(0.5)),
-    "copy_": lambda p: p.grad.copy_(torch.linspace(0, 1, p.numel()).view_as(p)),
-    "copy_ of a number": lambda p: p.grad.detach().copy_(torch.tensor(2.0)),
-    "[...] = number": with_all(0.25),
-    "[...] = tensor": with_all(torch.tensor(0.25)),
-    "[:] =": lambda p: p.grad.data.__setitem__(slice(None), 0.0),
-    "normal_": draw,
-    "init.uniform_": lambda p: (torch.manual_seed(3), nn.init.uniform_(p.grad)),
-    "_foreach_zero_": lambda p: torch._foreach_zero_([p.grad]),
-    "_foreach_zero_ of aliases": lambda p: torch._foreach_zero_([p.grad.data, p.grad.detach()]),
-    "_foreach_copy_": lambda p: torch._foreach_copy_([p.grad], [torch.ones_like(p)]),
-    "zeros_like": replace_by_zeros,
-    "data =": lambda p: setattr(p.grad, "data", torch.zeros_like(p)),
-}
+# Ways to write all of a gradient, and to replace it.
+WAYS = {**OVERWRITES, **REPLACES}
 
 
 def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
@@ -117,7 +85,7 @@ def test_aliases_of_a_consumed_dtensor_can_not_be_overwritten(way, when, gloo):
             if wrap.fused:
                 for p in model.parameters():
                     with pytest.raises(RuntimeError):
-                        OVERWRITES[way](p)
+                        WAYS[way](p)
                     refused(p.grad.sum, "already applied")
             if when == "before step":
                 optimizer.step()

@@ -7,28 +7,13 @@ import threading
 import pytest
 import torch
 from common import adamw, batch, refused, sgd
+from programs.deeds.recomputing import READS
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
-
-
-def no_grad(head, h):
-    with torch.no_grad():
-        gate = head(h).sigmoid()
-    return h * gate
-
-
-#: Ways in which a block uses the layer behind it.
-READS = {
-    "detach": lambda head, h: h + linear(h, head.weight.detach()),
-    "data": lambda head, h: h + h @ head.weight.data,
-    "norm": lambda head, h: h * head.weight.detach().norm(),
-    "no_grad": no_grad,
-    "a part": lambda head, h: h * head.weight[0].detach(),
-}
 
 
 class Model(nn.Module):
