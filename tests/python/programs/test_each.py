@@ -12,14 +12,8 @@ from programs.deed import DEEDS
 from programs.deeds.tuning import SCHEDULERS
 from programs.play import MODES
 
-#: On a device those of random programs, but for changes before step(): there these end otherwise
-#: with classes whose kernels are the CPU's.
-HERE_ONLY = ("programs.deeds.late", "programs.deeds.renewing")
-PLAYED = [
-    name
-    for name, deed in DEEDS.items()
-    if not DEVICE or (deed.weight and deed.function.__module__ not in HERE_ONLY)
-]
+#: On a device those of random programs.
+PLAYED = [name for name, deed in DEEDS.items() if not DEVICE or deed.weight]
 
 
 @pytest.mark.parametrize("name", PLAYED)
