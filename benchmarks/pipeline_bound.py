@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-from optfuse.pipeline import Layer
+from optfuse.pipeline import PlannedLayer
 from optfuse_layers.pipeline.plan import SPLIT_MULTIPLE
 
 ROUNDING = 1 + 1e-12
@@ -17,7 +17,7 @@ ORDERS = [*permutations("FWX"), *(o for o in permutations("FWXY") if o.index("X"
 Filled = tuple[int, float]  # a process, and its load: those before it are full
 
 
-def loads(row: Sequence[Layer]) -> list[float]:
+def loads(row: Sequence[PlannedLayer]) -> list[float]:
     """Seconds of each layer's tasks. The first layer with weights has no dX, nor those before."""
     first = next(i for i, layer in enumerate(row) if layer.parameters)
     return [
@@ -26,13 +26,13 @@ def loads(row: Sequence[Layer]) -> list[float]:
     ]
 
 
-def least(row: Sequence[Layer], processes: int) -> float:
+def least(row: Sequence[PlannedLayer], processes: int) -> float:
     """Seconds a batch of no schedule are fewer, whatever it splits, replicates or delays: each
     process then works all the time."""
     return sum(loads(row)) / processes
 
 
-def best_placement(row: Sequence[Layer], processes: int) -> float:
+def best_placement(row: Sequence[PlannedLayer], processes: int) -> float:
     """The smallest load of the process that has most, if layers are put one behind the other, F and
     dW are whole, and dX is whole or has two parts. Exact, but for 2^-40 of its range: of each layer
     all orders are tried, and less on the same process, or an earlier process, leaves more room."""
@@ -46,7 +46,7 @@ def best_placement(row: Sequence[Layer], processes: int) -> float:
     return high
 
 
-def fits(row: Sequence[Layer], processes: int, limit: float) -> bool:
+def fits(row: Sequence[PlannedLayer], processes: int, limit: float) -> bool:
     filled = (0, 0.0)
     for layer, whole in zip(row, loads(row), strict=True):
         ways = list(_ways(layer, whole, filled, limit))
@@ -58,7 +58,7 @@ def fits(row: Sequence[Layer], processes: int, limit: float) -> bool:
     return True
 
 
-def _ways(layer: Layer, whole: float, filled: Filled, limit: float) -> Iterator[Filled]:
+def _ways(layer: PlannedLayer, whole: float, filled: Filled, limit: float) -> Iterator[Filled]:
     if whole <= limit * ROUNDING:
         yield _put(whole, filled, limit)
     if not layer.movable:
@@ -72,7 +72,11 @@ def _ways(layer: Layer, whole: float, filled: Filled, limit: float) -> Iterator[
 
 
 def _placed(
-    layer: Layer, order: Sequence[str], seconds: dict[str, float], filled: Filled, limit: float
+    layer: PlannedLayer,
+    order: Sequence[str],
+    seconds: dict[str, float],
+    filled: Filled,
+    limit: float,
 ) -> Filled | None:
     for kind in order:
         if kind == "X" and "Y" in order:
@@ -98,7 +102,7 @@ def _put(seconds: float, filled: Filled, limit: float) -> Filled:
     )
 
 
-def _first_part(layer: Layer, whole: float, room: float) -> float:
+def _first_part(layer: PlannedLayer, whole: float, room: float) -> float:
     """As much of dX as fits, in steps of some channels."""
     if whole <= 0 or room <= 0:
         return 0.0

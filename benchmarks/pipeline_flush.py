@@ -23,9 +23,9 @@ from pipeline_shapes import DEEP, layers
 
 from optfuse_layers.pipeline.plan import (
     KINDS,
-    Layer,
+    PipelinePlan,
     Place,
-    Plan,
+    PlannedLayer,
     Simulated,
     placed,
     simulated_order,
@@ -47,20 +47,22 @@ PAPER = "1.41 to 1.99 (arXiv 2110.00929, pipeline parallel training)"
 # Even stages: F, dX and dW take as long as each other
 
 
-def even(layers: int, stages: int) -> list[Layer]:
+def even(layers: int, stages: int) -> list[PlannedLayer]:
     """Behind a first layer that takes no time, so that all others have a dX. What a stage holds of
     a micro-batch is a byte."""
     seconds = stages / layers
-    row = [Layer("0", 0.0, 0.0, 0.0, 0.0, 0, 0, 1, False, 0)]
-    layer = Layer("", seconds, seconds, seconds, 0.0, 2520 * stages // layers, 0, 1, False, 0)
+    row = [PlannedLayer("0", 0.0, 0.0, 0.0, 0.0, 0, 0, 1, False, 0)]
+    layer = PlannedLayer(
+        "", seconds, seconds, seconds, 0.0, 2520 * stages // layers, 0, 1, False, 0
+    )
     return row + [replace(layer, name=str(i + 1)) for i in range(layers)]
 
 
-def on(plan: Plan, processes: list[int]) -> Plan:
+def on(plan: PipelinePlan, processes: list[int]) -> PipelinePlan:
     return replace(plan, places=tuple(Place(p, p, p) for p in [0, *processes]))
 
 
-def ours(strategy: str, stages: int, latency: float, in_flight: int = 0) -> Plan:
+def ours(strategy: str, stages: int, latency: float, in_flight: int = 0) -> PipelinePlan:
     turns = TURNS if strategy == "modulo" else 1
     row = even(turns * stages, stages)
     options = {"in_flight": in_flight, "chunk": int(strategy == "modulo")}
@@ -68,7 +70,7 @@ def ours(strategy: str, stages: int, latency: float, in_flight: int = 0) -> Plan
     return on(plan, [i % stages for i in range(turns * stages)])
 
 
-def whole(plan: Plan, batches: int) -> Simulated:
+def whole(plan: PipelinePlan, batches: int) -> Simulated:
     """With backward passes of whole stages."""
     rows = [
         (KINDS.index(task.kind), task.layer, task.batch, process)

@@ -14,7 +14,7 @@ from figures import columns, title
 from pipeline_bound import best_placement, least
 from pipeline_shapes import MODELS, layers
 
-from optfuse_layers.pipeline.plan import Plan, placed
+from optfuse_layers.pipeline.plan import PipelinePlan, placed
 
 PROCESSES = range(2, 10)
 MANY = (7, 8, 9)
@@ -39,7 +39,7 @@ SETTINGS = (
 )
 
 
-def planned(model: str, setting: Setting, strategy: str, processes: int) -> Plan:
+def planned(model: str, setting: Setting, strategy: str, processes: int) -> PipelinePlan:
     row = layers(model, setting.multiply_adds_a_second, setting.batch)
     return placed(row, strategy, processes, setting.network)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from optfuse.pipeline import Layer
+from optfuse.pipeline import PlannedLayer
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ DEEP: dict[str, Callable[[], Iterator[Shape]]] = {
 }
 
 
-def layers(model: str, multiply_adds_a_second: float, batch: int = 1) -> tuple[Layer, ...]:
+def layers(model: str, multiply_adds_a_second: float, batch: int = 1) -> tuple[PlannedLayer, ...]:
     """The costs of a batch of so many images or sequences. dX and dW take what the forward takes,
     where there are weights, dX of products without weights twice that. An update takes a
     multiply-add for each parameter."""
@@ -120,7 +120,7 @@ def layers(model: str, multiply_adds_a_second: float, batch: int = 1) -> tuple[L
     for i, shape in enumerate({**MODELS, **DEEP}[model]()):
         once = batch * shape.multiply_adds / multiply_adds_a_second
         found.append(
-            Layer(
+            PlannedLayer(
                 str(i),
                 once,
                 once * (1 if shape.parameters else 2) * (i > 0),

@@ -138,15 +138,15 @@ OF_API bool of_shim_keep_memory(void);
  * the plan was made: promised, of these updated panel by panel and looked at, and computed as a whole.
  * label, because: valid until the next call on this thread; the reason of the last whole one, or "".
  * False: there is no i-th. */
-typedef struct of_shim_promises {
+typedef struct of_shim_promise_counts {
     const char *label;
     const char *because;
     uint64_t promised;
     uint64_t panels;
     uint64_t made;
     uint64_t whole;
-} of_shim_promises;
-OF_API bool of_shim_promises_of(of_shim_plan *plan, size_t i, of_shim_promises *out);
+} of_shim_promise_counts;
+OF_API bool of_shim_count_promises(of_shim_plan *plan, size_t i, of_shim_promise_counts *out);
 /* of_plan_add_only(), of_plan_restart_count(). */
 OF_API void of_shim_add_only(of_shim_plan *plan, int entered);
 OF_API void of_shim_restart_count(of_shim_plan *plan);

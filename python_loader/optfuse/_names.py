@@ -32,7 +32,8 @@ HOMES = {
     },
     "optfuse.pipeline": {
         **dict.fromkeys(
-            ("Layer", "Place", "Plan", "Simulated", "Task"), "optfuse_layers.pipeline.plan"
+            ("PlannedLayer", "Place", "PipelinePlan", "Simulated", "Task"),
+            "optfuse_layers.pipeline.plan",
         ),
         "plan": "optfuse_layers.pipeline.planning",
         "Pipeline": "optfuse_layers.pipeline.runtime",

@@ -142,7 +142,7 @@ def _kinds(params: Iterable[Tensor]) -> list[str]:
 def _promised(plan: int) -> Iterator[PromisedLayer]:
     found = PromiseCounts()
     for i in count():
-        if not lib.of_shim_promises_of(plan, i, ctypes.byref(found)):
+        if not lib.of_shim_count_promises(plan, i, ctypes.byref(found)):
             return
         numbers = found.promised, found.panels, found.made, found.whole
         yield PromisedLayer(found.label.decode(), *numbers, found.because.decode())

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from optfuse import _names
 
 if TYPE_CHECKING:
-    from optfuse_layers.pipeline.plan import Layer, Place, Plan, Simulated, Task
+    from optfuse_layers.pipeline.plan import PipelinePlan, Place, PlannedLayer, Simulated, Task
     from optfuse_layers.pipeline.planning import plan
     from optfuse_layers.pipeline.runtime import Pipeline
 else:
     __getattr__ = _names.resolver_of(__name__)
 
-__all__ = ["Layer", "Pipeline", "Place", "Plan", "Simulated", "Task", "plan"]
+__all__ = ["PlannedLayer", "Pipeline", "Place", "PipelinePlan", "Simulated", "Task", "plan"]
 
 
 def __dir__() -> list[str]:

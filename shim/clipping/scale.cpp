@@ -16,7 +16,7 @@
 #include "base/threads.h"
 #include "clipping/pending.h"
 #include "floating.h"
-#include "gpu/place.h"
+#include "gpu/collect.h"
 #include "guard.h"
 #include "host/first_use.h"
 #include "host/host.h"

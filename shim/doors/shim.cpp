@@ -363,7 +363,7 @@ void of_shim_keep_promises(void) { optfuse::keep_all_promises(); }
 
 bool of_shim_keep_memory(void) { return of_heap_keep(); }
 
-bool of_shim_promises_of(of_shim_plan *handle, size_t i, of_shim_promises *out) {
+bool of_shim_count_promises(of_shim_plan *handle, size_t i, of_shim_promise_counts *out) {
     const std::lock_guard<std::recursive_mutex> alone(plan_of(handle)->alone);
     const auto &layers = plan_of(handle)->promising_layers;
     if (i >= layers.size())

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "gpu/place.h"
+#include "gpu/collect.h"
 
 namespace optfuse {
 namespace {

@@ -17,7 +17,7 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "base/threads.h"
-#include "gpu/place.h"
+#include "gpu/collect.h"
 #include "guard.h"
 #include "host/host.h"
 #include "memory/memory.h"
@@ -141,7 +141,7 @@ of_found fill_in_by_host(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad,
     refs->consumes = in->in_backward;
     in->numel = p->numel();
     in->count.step = 1;
-    if (place(slot, p, in, refs) == OF_FOUND_ERROR ||
+    if (collect_gpu(slot, p, in, refs) == OF_FOUND_ERROR ||
         check_on_gpu(slot, Overlap()) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     take_part(refs, in, p);

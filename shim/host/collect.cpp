@@ -14,7 +14,7 @@
 #include "base/device.h"
 #include "base/error.h"
 #include "base/plain_mode.h"
-#include "gpu/place.h"
+#include "gpu/collect.h"
 #include "guard.h"
 #include "host/first_use.h"
 #include "host/host.h"
@@ -265,7 +265,7 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
     in->count = count_of(slot);
     refs->program = slot->program;
     in->program = slot->program ? &slot->program->core : nullptr;
-    if (place(slot, p, in, refs) == OF_FOUND_ERROR)
+    if (collect_gpu(slot, p, in, refs) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     // Values that the update writes back must arrive in the gradient.
     const c10::TensorImpl *g = grad.unsafeGetTensorImpl();

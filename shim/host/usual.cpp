@@ -11,7 +11,7 @@
 #include "base/compat.h"
 #include "base/device.h"
 #include "base/error.h"
-#include "gpu/place.h"
+#include "gpu/collect.h"
 #include "host/host.h"
 #include "memory/gradient.h"
 #include "memory/memory.h"
@@ -258,7 +258,7 @@ template <bool on_gpu>
     return true;
 }
 
-// Sees to the GPU and its stream, too; false, with nothing taken: place() refuses.
+// Sees to the GPU and its stream, too; false, with nothing taken: collect_gpu() refuses.
 [[gnu::noinline]] bool collect_on_gpu(Slot *slot, c10::TensorImpl *p, c10::TensorImpl *g,
                                       of_inputs *in) {
     if (in->again || marked_keys(p) != usual_keys_on_gpu() || !take_all<true>(slot, p, g, in))
@@ -266,7 +266,7 @@ template <bool on_gpu>
     auto *refs = static_cast<References *>(in->references);
     try {
         if (prepare_gpu(slot, p, in->dtype, false) == OF_FOUND_INPUTS &&
-            place(slot, p, in, refs) == OF_FOUND_INPUTS)
+            collect_gpu(slot, p, in, refs) == OF_FOUND_INPUTS)
             return true;
     } catch (...) {
         refs->~References();

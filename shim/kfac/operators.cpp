@@ -7,7 +7,7 @@
 #include "base/error.h"
 #include "kfac/collector.h"
 #include "kfac/packed.h"
-#include "planners/kfac/plan.h"
+#include "planners/kfac/messages.h"
 
 namespace optfuse {
 namespace {

@@ -27,13 +27,13 @@ struct Promise {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
 };
 
-struct Promises {
+struct LivingPromises {
     std::mutex lock; // guards the set, and which storages are promises
     std::unordered_set<Promise *> living;
 };
 
-Promises &promises() {
-    static auto *all = new Promises; // leaked: tensors may outlive destructors
+LivingPromises &promises() {
+    static auto *all = new LivingPromises; // leaked: tensors may outlive destructors
     return *all;
 }
 
@@ -134,7 +134,7 @@ void end(const void *product) {
 } // namespace
 
 void free_promise(void *opaque) {
-    Promises &all = promises();
+    LivingPromises &all = promises();
     {
         const std::lock_guard<std::mutex> guard(all.lock);
         all.living.erase(static_cast<Promise *>(opaque));
@@ -183,7 +183,7 @@ at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> l
                                 c10::weak_intrusive_ptr<c10::StorageImpl>(storage)};
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, promise, free_promise, cpu));
     {
-        Promises &all = promises();
+        LivingPromises &all = promises();
         const std::lock_guard<std::mutex> guard(all.lock);
         all.living.insert(promise);
     }
@@ -239,7 +239,7 @@ bool add_promise(c10::StorageImpl *to, const c10::StorageImpl *other) {
 void keep_all_promises() {
     std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;
     {
-        Promises &all = promises();
+        LivingPromises &all = promises();
         const std::lock_guard<std::mutex> guard(all.lock);
         for (const Promise *promise : all.living)
             if (auto storage = promise->storage.lock())

@@ -47,7 +47,7 @@ void Heads::clear(size_t most) {
         size_t bits = 8;
         while (size_t(1) << bits < 2 * most)
             bits++;
-        table.assign(size_t(1) << bits, Row());
+        table.assign(size_t(1) << bits, Head());
         shift = 64 - static_cast<unsigned>(bits);
         round = 1;
     }

@@ -43,11 +43,11 @@ class Heads {
     }
 
   private:
-    struct Row {
+    struct Head {
         const c10::StorageImpl *storage;
         uint32_t round, head;
     };
-    std::vector<Row> table;
+    std::vector<Head> table;
     unsigned shift = 0;
     uint32_t round = 0; // of what counts
 };

@@ -3,7 +3,7 @@
 #include <math.h>
 
 #include "fixture.h"
-#include "planners/kfac/plan.h"
+#include "planners/kfac/messages.h"
 #include "random_work.h"
 
 enum { MANY = 4000, MOST = 12, PROCESSES = 5, RESNET_FACTORS = 108 };

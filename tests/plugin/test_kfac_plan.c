@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* The messages that are fused, and when the last of them is through. */
-#include "planners/kfac/plan.h"
+#include "planners/kfac/messages.h"
 
 #include <math.h>
 

@@ -7,7 +7,7 @@
 
 #include "fake_device.h"
 #include "planners/kfac/factors.h"
-#include "planners/kfac/plan.h"
+#include "planners/kfac/messages.h"
 #include "planners/reorder/reorder.h"
 
 static int until_failure = -1; /* allocations that still succeed; -1: all */

@@ -36,7 +36,7 @@ with optfuse.reorder(model, "reverse_first", k=1) as reordering:
 kfac = assert_type(optfuse.kfac(model, optimizer), optfuse.KFAC)
 assert_type(kfac.summary(), optfuse.KFACSummary)
 plan = optfuse.pipeline.plan(model, torch.ones(2, 4), 2, "layerpipe", network=(0.0, 0.0))
-assert_type(plan, optfuse.pipeline.Plan)
+assert_type(plan, optfuse.pipeline.PipelinePlan)
 pipeline = optfuse.pipeline.Pipeline(plan, model, nn.MSELoss(), stock)
 pipeline.drain()
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "fail.h"
-#include "planners/kfac/plan.h"
+#include "planners/kfac/messages.h"
 
 /* Messages that were checked: no sum of their bytes or seconds overflows. */
 typedef struct messages {

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "fail.h"
-#include "planners/kfac/plan.h"
+#include "planners/kfac/messages.h"
 
 typedef struct factor {
     uint32_t size;

@@ -35,7 +35,7 @@ class Error(RuntimeError):
 
 
 class PromiseCounts(ctypes.Structure):
-    """of_shim_promises of shim/shim.h."""
+    """of_shim_promise_counts of shim/shim.h."""
 
     _fields_ = [
         ("label", ctypes.c_char_p),
@@ -97,7 +97,7 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_norms_tried": (_Int, []),
     "of_shim_keep_promises": (None, []),
     "of_shim_keep_memory": (_Bool, []),
-    "of_shim_promises_of": (_Bool, [_Plan, _Size, ctypes.POINTER(PromiseCounts)]),
+    "of_shim_count_promises": (_Bool, [_Plan, _Size, ctypes.POINTER(PromiseCounts)]),
     "of_shim_add_only": (None, [_Plan, _Int]),
     "of_shim_restart_count": (None, [_Plan]),
     "of_shim_stop_deferring": (None, [_Plan]),

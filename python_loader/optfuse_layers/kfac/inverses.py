@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optfuse._library.bindings import Error
 
-#: of_placement of plugin/planners/kfac/plan.h, in its order.
+#: of_placement of plugin/planners/kfac/messages.h, in its order.
 PLACEMENTS = ("balanced", "round_robin", "everywhere")
 #: Inverses of fewer rows take less time than their messages: all processes make them. The
 #: paper's; "round_robin" places all, as MPD-KFAC does.

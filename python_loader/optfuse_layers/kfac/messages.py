@@ -10,7 +10,7 @@ import torch
 
 from optfuse_layers.kfac.layers import Preconditioned
 
-#: of_fusion of plugin/planners/kfac/plan.h, in its order.
+#: of_fusion of plugin/planners/kfac/messages.h, in its order.
 FUSIONS = ("each", "all", "threshold", "paper", "planned")
 
 

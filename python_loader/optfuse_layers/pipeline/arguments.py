@@ -17,13 +17,13 @@ from optfuse._arguments.check import (
     one_of,
     optional,
 )
-from optfuse_layers.pipeline.plan import Plan
+from optfuse_layers.pipeline.plan import PipelinePlan
 from optfuse_layers.pipeline.shared_weights import MODES as SHARED
 from optfuse_layers.pipeline.versions import MODES
 
 
-def _plan(value: Any) -> Plan:
-    need(isinstance(value, Plan), "optfuse.pipeline.plan() makes one")
+def _plan(value: Any) -> PipelinePlan:
+    need(isinstance(value, PipelinePlan), "optfuse.pipeline.plan() makes one")
     return value  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from optfuse._library.bindings import Error
-from optfuse_layers.pipeline.plan import Layer
+from optfuse_layers.pipeline.plan import PlannedLayer
 
 MEASURED, ANALYTIC = "measured", "analytic"
 #: Speed in "analytic" costs: nominal, so that seconds of the network have something beside them.
@@ -196,7 +196,7 @@ def layers_of(
     example: Tensor,
     costs: str | Sequence[Seconds],
     may_share: bool = False,
-) -> tuple[Layer, ...]:
+) -> tuple[PlannedLayer, ...]:
     """may_share: whether two entries may have a parameter in common."""
     entries = entries_of(model, example, may_share)
     if isinstance(costs, str):
@@ -211,9 +211,9 @@ def layers_of(
     return tuple(_layer(entry, *of) for entry, of in zip(entries, times, strict=True))
 
 
-def _layer(entry: Entry, forward: float, dx: float, dw: float, update: float) -> Layer:
+def _layer(entry: Entry, forward: float, dx: float, dw: float, update: float) -> PlannedLayer:
     parameters = sum(p.numel() for p in entry.trained)
-    return Layer(
+    return PlannedLayer(
         entry.name,
         forward,
         dx if entry.has_input_gradient else 0.0,

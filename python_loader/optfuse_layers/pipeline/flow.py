@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from optfuse._library.bindings import Error
-from optfuse_layers.pipeline.plan import Plan, Task
+from optfuse_layers.pipeline.plan import PipelinePlan, Task
 
 BACKWARD = ("input_gradient", "second_input_gradient", "weight_gradient")
 PARTS = BACKWARD[:2]  # of the gradient of a layer's input
@@ -39,7 +39,9 @@ class Flow:
     """behind: (layer, part) -> how many updates of groups before its own a dX does not see yet;
     None: as many as the forward pass."""
 
-    def __init__(self, plan: Plan, behind: dict[tuple[int, int], int] | None = None) -> None:
+    def __init__(
+        self, plan: PipelinePlan, behind: dict[tuple[int, int], int] | None = None
+    ) -> None:
         self.plan = plan
         self.n = len(plan.layers)
         trained = [n for n, layer in enumerate(plan.layers) if layer.parameters]
@@ -227,7 +229,7 @@ class Order:
         return sorted(pairs)
 
 
-def behind(plan: Plan) -> dict[tuple[int, int], int]:
+def behind(plan: PipelinePlan) -> dict[tuple[int, int], int]:
     """(layer, part) -> how many updates (of groups) the plan leaves between what a dX can see for
     sure and its own group: the updates that come before it, on its process or because messages
     say so. Where a layer has no dX, its products with weights run in dW, which counts as part 0.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from optfuse._arguments.check import argument, whole
 from optfuse._library.bindings import Error
+from optfuse._table import aligned
 from optfuse_layers.pipeline import planner
 from optfuse_layers.pipeline.gantt import Bar, draw
 
@@ -43,7 +44,7 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
+class PlannedLayer:
     """The costs of one entry of the model, for one batch (a micro-batch of SYNCHRONOUS)."""
 
     name: str
@@ -87,7 +88,7 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """A plan that optfuse.pipeline.plan() returns. Equal if all values are. str() is a table."""
 
     strategy: str  # of STRATEGIES
@@ -95,7 +96,7 @@ class Plan:
     micro_batches: int  # batches an update; 1 but for SYNCHRONOUS
     network: tuple[float, float]  # seconds a message, and a byte
     element_bytes: int
-    layers: tuple[Layer, ...]
+    layers: tuple[PlannedLayer, ...]
     places: tuple[Place, ...]
     #: D(l): with g = micro_batches * replicas batches an update, the forward of batch b sees the
     #: updates of all batches of the groups < b // g - D(l).
@@ -132,11 +133,11 @@ class Plan:
         return asdict(self)
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Plan:
+    def from_state(cls, state: dict[str, Any]) -> PipelinePlan:
         """The plan with this state()."""
         made = dict(state)
         made["network"] = tuple(made["network"])
-        made["layers"] = tuple(Layer(**layer) for layer in made["layers"])
+        made["layers"] = tuple(PlannedLayer(**layer) for layer in made["layers"])
         made["places"] = tuple(Place(**place) for place in made["places"])
         made["delays"] = tuple(made["delays"])
         return cls(**made)
@@ -145,20 +146,11 @@ class Plan:
         rows: list[tuple[str, ...]] = [
             ("layer", "F", "dX", "dW", "D", "ms: F", "dX", "dW", "update")
         ]
-        rows += [
-            (
-                layer.name,
-                *_where(layer, place, self._has_input_gradient(i)),
-                str(delay),
-                *_ms(layer),
-            )
-            for i, (layer, place, delay) in enumerate(
-                zip(self.layers, self.places, self.delays, strict=True)
-            )
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self._bottom_line()])
+        planned = zip(self.layers, self.places, self.delays, strict=True)
+        for i, (layer, place, delay) in enumerate(planned):
+            where = _where(layer, place, self._has_input_gradient(i))
+            rows.append((layer.name, *where, str(delay), *_ms(layer)))
+        return "\n".join([*aligned(rows), self._bottom_line()])
 
     def _bottom_line(self) -> str:
         batches = 12 * self.processes * self.micro_batches
@@ -173,7 +165,7 @@ class Plan:
         return any(layer.parameters for layer in self.layers[:index])
 
 
-def _where(layer: Layer, place: Place, has_input_gradient: bool) -> tuple[str, str, str]:
+def _where(layer: PlannedLayer, place: Place, has_input_gradient: bool) -> tuple[str, str, str]:
     """The processes of F, dX and dW."""
     last = place.forward + place.replicas - 1
     if last > place.forward:
@@ -186,13 +178,13 @@ def _where(layer: Layer, place: Place, has_input_gradient: bool) -> tuple[str, s
     return str(place.forward), dx if has_input_gradient else "-", weight
 
 
-def _ms(layer: Layer) -> tuple[str, ...]:
+def _ms(layer: PlannedLayer) -> tuple[str, ...]:
     times = layer.forward, layer.input_gradient, layer.weight_gradient, layer.update
     return tuple(f"{1e3 * seconds:.3g}" for seconds in times)
 
 
 def _pipeline(
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     strategy: str,
     processes: int,
     micro_batches: int,
@@ -215,7 +207,7 @@ def _pipeline(
     return planner.Pipeline(*numbers, (planner.LayerCosts * n)(*costs), None, n)
 
 
-def of_plan(plan: Plan) -> planner.Pipeline:
+def of_plan(plan: PipelinePlan) -> planner.Pipeline:
     """The plan as the planner takes it."""
     options = plan.micro_batches, plan.element_bytes, plan.in_flight, plan.chunk
     made = _pipeline(plan.layers, plan.strategy, plan.processes, *options)
@@ -236,19 +228,21 @@ def _place(row: planner.Place) -> Place:
     return Place(*own, row.second_input_gradient, row.split, row.replicas)
 
 
-def _scheduled(plan: Plan, batches: int) -> Array[planner.Task]:
-    batches = argument("Plan", "batches", batches, _BATCHES)
+def _scheduled(plan: PipelinePlan, batches: int) -> Array[planner.Task]:
+    batches = argument("PipelinePlan", "batches", batches, _BATCHES)
     return planner.schedule(of_plan(plan), plan.network, batches)
 
 
-def simulated_order(plan: Plan, batches: int, tasks: Sequence[tuple[int, ...]]) -> Simulated:
+def simulated_order(
+    plan: PipelinePlan, batches: int, tasks: Sequence[tuple[int, ...]]
+) -> Simulated:
     """A simulated run of another order than the plan's. tasks: each a kind (its place in KINDS), a
     layer, a batch and a process; all that the plan has."""
     made = [planner.Task(*task) for task in tasks]
     return _simulated(plan, batches, (planner.Task * len(made))(*made))
 
 
-def _simulated(plan: Plan, batches: int, tasks: Array[planner.Task]) -> Simulated:
+def _simulated(plan: PipelinePlan, batches: int, tasks: Array[planner.Task]) -> Simulated:
     """Writes the tasks' times."""
     found, violations = planner.simulate(of_plan(plan), plan.network, batches, tasks)
     if violations:
@@ -258,7 +252,7 @@ def _simulated(plan: Plan, batches: int, tasks: Array[planner.Task]) -> Simulate
 
 
 def placed(
-    layers: Sequence[Layer],
+    layers: Sequence[PlannedLayer],
     strategy: str,
     processes: int,
     network: tuple[float, float],
@@ -266,11 +260,11 @@ def placed(
     element_bytes: int = 4,
     in_flight: int = 0,
     chunk: int = 0,
-) -> Plan:
+) -> PipelinePlan:
     """The plan of these layers; of_pipeline_place_layers() says how they are placed."""
     options = micro_batches, element_bytes, in_flight, chunk
     of = _pipeline(layers, strategy, processes, *options)
-    return Plan(
+    return PipelinePlan(
         strategy,
         processes,
         micro_batches,

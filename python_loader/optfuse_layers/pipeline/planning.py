@@ -16,7 +16,7 @@ from optfuse._library.bindings import Error
 from optfuse_layers.communication import agreed, measured
 from optfuse_layers.pipeline.arguments import SEQUENTIAL
 from optfuse_layers.pipeline.costs import ANALYTIC, MEASURED, Seconds, layers_of
-from optfuse_layers.pipeline.plan import FORWARDING, STRATEGIES, SYNCHRONOUS, Plan, placed
+from optfuse_layers.pipeline.plan import FORWARDING, STRATEGIES, SYNCHRONOUS, PipelinePlan, placed
 
 _MICRO_BATCHES = 4  # a process, as GPipe's paper recommends
 _IN_FLIGHT = 2  # a process: half of the micro-batches that gpipe has by default
@@ -65,7 +65,7 @@ def plan(
     micro_batches: int | None = None,
     in_flight: int | None = None,
     chunk: int | None = None,
-) -> Plan:
+) -> PipelinePlan:
     """Places the entries of `model` on so many processes; each is a layer.
 
     example: the input of one batch, or of one micro-batch.
@@ -93,7 +93,7 @@ def plan(
     if network is None:
         network = _measured_network(many, example)
 
-    def make() -> Plan:
+    def make() -> PipelinePlan:
         layers = layers_of(model, example, costs, strategy in SYNCHRONOUS)
         sizes = micro_batches, _element_bytes(model), in_flight, chunk
         return placed(layers, strategy, processes, network, *sizes)
@@ -133,7 +133,7 @@ def _measured_network(many: bool, example: Tensor) -> tuple[float, float]:
     return measured(dist.group.WORLD, example.device)[:2]
 
 
-def _agreed(make: Callable[[], Plan], device: torch.device) -> Plan:
+def _agreed(make: Callable[[], PipelinePlan], device: torch.device) -> PipelinePlan:
     """The plan of the first process. If making it fails there, all raise: the others wait for a
     word."""
     made: tuple[Any, str | None] = (None, None)
@@ -148,4 +148,4 @@ def _agreed(make: Callable[[], Plan], device: torch.device) -> Plan:
         raise raised
     if text is not None:
         raise Error(f"optfuse: plan() failed in the first process: {text}")
-    return Plan.from_state(state)
+    return PipelinePlan.from_state(state)

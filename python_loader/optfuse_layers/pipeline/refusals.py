@@ -17,12 +17,12 @@ from optfuse._library.bindings import BACKWARD, Error
 from optfuse._link import link_of
 from optfuse._options import is_fused
 from optfuse_layers.pipeline.flow import Flow
-from optfuse_layers.pipeline.plan import SYNCHRONOUS, Plan
+from optfuse_layers.pipeline.plan import SYNCHRONOUS, PipelinePlan
 from optfuse_layers.pipeline.shapes import Spec
 from optfuse_layers.pipeline.shared_weights import Tie, ties_of
 
 
-def check_module(plan: Plan, module: nn.Sequential) -> None:
+def check_module(plan: PipelinePlan, module: nn.Sequential) -> None:
     if len(module) != len(plan.layers):
         raise Error(
             f"optfuse: this plan has {len(plan.layers)} layers and the module {len(module)}; make "
@@ -47,7 +47,9 @@ def check_module(plan: Plan, module: nn.Sequential) -> None:
                 )
 
 
-def check_processes(plan: Plan, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def check_processes(
+    plan: PipelinePlan, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
     """The group to use; None: there is one process."""
     if plan.processes == 1 and group is None:
         return None
@@ -67,7 +69,7 @@ def check_processes(plan: Plan, group: dist.ProcessGroup | None) -> dist.Process
 
 
 def check_optimizer(
-    plan: Plan, module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer
+    plan: PipelinePlan, module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer
 ) -> None:
     """layers: those of this process."""
     name = type(optimizer).__name__
@@ -108,7 +110,7 @@ def check_optimizer(
 
 
 def check_shared(
-    plan: Plan, module: nn.Sequential, mode: str, group: dist.ProcessGroup | None
+    plan: PipelinePlan, module: nn.Sequential, mode: str, group: dist.ProcessGroup | None
 ) -> None:
     """Refuses, on all processes, what a shared weight can't be in; asks them whether they share the
     same ones, with the same numbers."""

@@ -20,7 +20,7 @@ from optfuse_layers.pipeline import tasks
 from optfuse_layers.pipeline.arguments import KINDS
 from optfuse_layers.pipeline.flow import PARTS, Flow, Key, behind, ordered
 from optfuse_layers.pipeline.forwarding import Forwarding
-from optfuse_layers.pipeline.plan import FORWARDING, SYNCHRONOUS, Plan, Task
+from optfuse_layers.pipeline.plan import FORWARDING, SYNCHRONOUS, PipelinePlan, Task
 from optfuse_layers.pipeline.refusals import (
     check_divided,
     check_module,
@@ -49,7 +49,7 @@ class Pipeline:
 
     Every process makes it, with the same arguments, and calls the same methods.
 
-    plan: the same on all processes; broadcast Plan.state() from the one that has measured.
+    plan: the same on all processes; broadcast PipelinePlan.state() from the one that has measured.
     module: an nn.Sequential whose entries are the layers of the plan. A process trains its layers
     in place, and changes nothing of the others, which may be on the meta device. Layers with
     replicas get the weights of the first.
@@ -79,7 +79,7 @@ class Pipeline:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PipelinePlan,
         module: nn.Sequential,
         loss_fn: LossFunction,
         optimizer: Optimizer,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optfuse._library.bindings import Error
 from optfuse_layers.pipeline.flow import Key
-from optfuse_layers.pipeline.plan import Plan
+from optfuse_layers.pipeline.plan import PipelinePlan
 from optfuse_layers.pipeline.shapes import spec_of
 from optfuse_layers.pipeline.transport import Transport
 
@@ -46,7 +46,7 @@ def ties_of(module: nn.Sequential) -> list[Tie]:
     return [Tie(p, (n, k), (at, name)) for (n, at, p), (k, name, _) in found]
 
 
-def edges_of(plan: Plan, ties: list[Tie]) -> list[tuple[int, int]]:
+def edges_of(plan: PipelinePlan, ties: list[Tie]) -> list[tuple[int, int]]:
     """The processes that exchange gradients, both ways."""
     pairs = [tuple(plan.places[n].forward for n in tie.layers) for tie in ties]
     return sorted({p for a, b in pairs if a != b for p in ((a, b), (b, a))})
@@ -58,7 +58,7 @@ class Shared:
     gradients of each micro-batch are added, and then those sums, as in one process; a message is
     sent for each micro-batch."""
 
-    def __init__(self, plan: Plan, ties: list[Tie], process: int, mode: str) -> None:
+    def __init__(self, plan: PipelinePlan, ties: list[Tie], process: int, mode: str) -> None:
         self._places, self._process, self._mode = plan.places, process, mode
         self._ties = [tie for tie in ties if any(map(self._is_here, tie.layers))]
         self._names: dict[int, dict[str, Tie]] = defaultdict(dict)  # by layers

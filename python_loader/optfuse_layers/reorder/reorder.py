@@ -29,6 +29,7 @@ from optfuse._arguments.check import (
 from optfuse._library.bindings import Error
 from optfuse._library.log import warn
 from optfuse._patches.profiling import remove_retired, retire
+from optfuse._table import aligned
 from optfuse_layers import communication, tap
 from optfuse_layers.layer import Layer, check_skip, layers_of
 from optfuse_layers.reorder import auto_schedule
@@ -65,7 +66,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReorderPlan:
     """When each dW runs. str() is a table."""
 
     choice: dict[str, Any]  # arguments of reorder() that make it
@@ -78,9 +79,9 @@ class Plan:
         for row in self.rows:
             cells.append((row.layer, row.place, f"{row.extra_bytes:,} B", row.note))
         cells += [(name, "as in stock", "0 B", "not seen") for name in self.unused]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-        return "\n".join([*lines, f"extra bytes at the peak of backward: {self.extra_bytes:,}"])
+        return "\n".join(
+            [*aligned(cells), f"extra bytes at the peak of backward: {self.extra_bytes:,}"]
+        )
 
 
 class Reordering:
@@ -94,7 +95,7 @@ class Reordering:
         self._model = weakref.ref(model)
         self.times: Times | None = None  # "auto": simulated, once it has chosen
         self._undecided = choice["schedule"] == "auto"
-        self._left_off: Plan | None = None  # "auto" has found stock's order best
+        self._left_off: ReorderPlan | None = None  # "auto" has found stock's order best
         self._handle: int | None = _start(layers, choice)
         self._finalizer = weakref.finalize(model, self.remove)
         if self._undecided:
@@ -104,7 +105,7 @@ class Reordering:
         _watching.add(self)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ReorderPlan:
         """The plan of the last forward pass with gradients. Raises optfuse.Error before the
         first."""
         if self._left_off is not None:
@@ -200,7 +201,7 @@ class Reordering:
 
     def _leave_to_stock(self) -> None:
         self._choice = {"schedule": "stock"}
-        unseen = Plan(self._choice, (), tuple(layer.name for layer in self._layers), 0)
+        unseen = ReorderPlan(self._choice, (), tuple(layer.name for layer in self._layers), 0)
         seen = self._handle is not None and self._has_seen(self._handle)
         self._left_off = self.plan if seen else unseen
         self.remove()
@@ -320,7 +321,7 @@ def _note_of(layer: Layer, recomputed: bool, choice: dict[str, Any], beside: boo
 
 def _plan_of(
     found: list[int], layers: list[Layer], choice: dict[str, Any], beside: frozenset[int]
-) -> Plan:
+) -> ReorderPlan:
     rows = []
     for at in range(0, len(found) - 1, _COLUMNS):
         number, turn, x, y, w, _, recomputed = found[at : at + _COLUMNS]
@@ -331,7 +332,7 @@ def _plan_of(
         rows.append(row)
     seen = {row.layer for row in rows}
     unused = tuple(layer.name for layer in layers if layer.name not in seen)
-    return Plan(choice, tuple(rows), unused, found[-1])
+    return ReorderPlan(choice, tuple(rows), unused, found[-1])
 
 
 def _choice_of(

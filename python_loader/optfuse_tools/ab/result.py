@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from optfuse._bits import same_bits
+from optfuse._table import aligned
 from optfuse_tools.ab.interval import GAIN, LOSS, Interval, median_interval
 from optfuse_tools.ab.page_faults import WORTH_SAYING, Usage, advice, share
 from optfuse_tools.ab.verdict import on_speed
@@ -94,13 +95,6 @@ class Comparison:
         cells = [head, *(_cells(row, on_gpu) for row in self.rows)]
         above = [f"verdict: {self.verdict}", ""] if self.verdict else []
         return "\n".join(above + aligned(cells) + list(_legend(self)))
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; its first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-    return [line.rstrip() for line in lines]
 
 
 def _legend(compared: Comparison) -> Iterator[str]:

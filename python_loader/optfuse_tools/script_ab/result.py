@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from optfuse._table import aligned
 from optfuse_tools.ab.interval import Interval, median_interval
 from optfuse_tools.ab.page_faults import Usage, share
-from optfuse_tools.ab.result import aligned, in_page_faults, undecided
+from optfuse_tools.ab.result import in_page_faults, undecided
 from optfuse_tools.ab.verdict import is_known, on_speed, times
 
 AS_WRITTEN = "as written"

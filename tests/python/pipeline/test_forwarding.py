@@ -3,7 +3,7 @@
 
 from optfuse_layers.pipeline.flow import Flow
 from optfuse_layers.pipeline.forwarding import Forwarding
-from optfuse_layers.pipeline.plan import Layer, Task, placed
+from optfuse_layers.pipeline.plan import PlannedLayer, Task, placed
 
 KINDS = {"F": "forward", "X": "input_gradient", "W": "weight_gradient", "U": "update"}
 
@@ -14,7 +14,7 @@ def tasks(text):
 
 
 def played(text, here=lambda key: True, waits=False, in_flight=0, micro_batches=1):
-    layers = [Layer(str(n), 1.0, 1.0 * n, 1.0, 0.0, 8, 8, 8, False, 0) for n in range(2)]
+    layers = [PlannedLayer(str(n), 1.0, 1.0 * n, 1.0, 0.0, 8, 8, 8, False, 0) for n in range(2)]
     options = {"in_flight": in_flight}
     plan = placed(layers, "fast_forward", 1, (0.0, 0.0), micro_batches, **options)
     ran = []

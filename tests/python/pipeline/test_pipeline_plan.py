@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import optfuse
 from optfuse import pipeline
-from optfuse.pipeline import Layer, Plan, Task
+from optfuse.pipeline import PipelinePlan, PlannedLayer, Task
 from optfuse_layers.pipeline.costs import MULTIPLY_ADDS_A_SECOND
 from optfuse_layers.pipeline.plan import FORWARDING, KINDS, STRATEGIES, SYNCHRONOUS, placed
 
@@ -183,7 +183,7 @@ def even(processes):
     """A stage a process, each with a second of F, dX and dW: the first layer, which has no dX,
     takes no time."""
     times = [(0.0, 0.0, 0.0)] + [(1.0, 1.0, 1.0)] * processes
-    return [Layer(str(i), *t, 0.0, 8, 8, 8, False, 0) for i, t in enumerate(times)]
+    return [PlannedLayer(str(i), *t, 0.0, 8, 8, 8, False, 0) for i, t in enumerate(times)]
 
 
 @pytest.mark.parametrize(("in_flight", "seconds"), [(4, 29), (5, 27), (8, 27)])
@@ -208,7 +208,9 @@ def test_modulo_deals_chunks_of_layers_in_turns():
 
 def wide():
     """One layer that is worth dividing."""
-    layers = [Layer(str(i), 1.0, 1.0 * (i > 0), 1.0, 0.0, 8, 8, 8, True, 64) for i in range(4)]
+    layers = [
+        PlannedLayer(str(i), 1.0, 1.0 * (i > 0), 1.0, 0.0, 8, 8, 8, True, 64) for i in range(4)
+    ]
     return [*layers[:1], replace(layers[1], input_gradient=6.0), *layers[2:]]
 
 
@@ -235,9 +237,9 @@ def test_a_state_is_the_plan(strategy):
     options |= {"in_flight": 2} if strategy in FORWARDING else {}
     options |= {"chunk": 1} if strategy == "modulo" else {}
     plan = placed(wide(), strategy, 3, (1e-5, 1e-9), **options)
-    assert Plan.from_state(plan.state()) == plan
-    assert Plan.from_state(json.loads(json.dumps(plan.state()))) == plan
-    assert plan.tasks(1, 6) == Plan.from_state(plan.state()).tasks(1, 6)
+    assert PipelinePlan.from_state(plan.state()) == plan
+    assert PipelinePlan.from_state(json.loads(json.dumps(plan.state()))) == plan
+    assert plan.tasks(1, 6) == PipelinePlan.from_state(plan.state()).tasks(1, 6)
     assert replace(plan, delays=(9, 9, 9, 9)) != plan
 
 
@@ -353,7 +355,7 @@ def test_a_state_that_cannot_be_is_refused():
     plan = placed(wide(), "1f1b", 2, FREE)
     moved = replace(plan, places=(replace(plan.places[0], forward=5), *plan.places[1:]))
     with pytest.raises(optfuse.Error, match="layer 0 of a pipeline is placed on a process"):
-        Plan.from_state(moved.state()).tasks(0, 3)
+        PipelinePlan.from_state(moved.state()).tasks(0, 3)
 
 
 RANKS = """
@@ -473,7 +475,8 @@ def test_the_best_placement_is_the_best_of_all(benchmarks, seed):
 
     draw = random.Random(seed)
     row = [
-        Layer(str(i), *(draw.uniform(1, 9) for _ in range(4)), 8, 8, 8, True, 48) for i in range(2)
+        PlannedLayer(str(i), *(draw.uniform(1, 9) for _ in range(4)), 8, 8, 8, True, 48)
+        for i in range(2)
     ]
     found = list(every_load(row))
     for processes in (1, 2, 3, 4):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// place.h: the part of collect() that concerns a GPU.
+// collect.h: the part of collect() that concerns a GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,6 +21,6 @@ of_found prepare_gpu(Slot *slot, const c10::TensorImpl *p, of_dtype dtype, bool 
 // Whether the kernels that multiply gradients of this dtype are loaded now.
 bool prepare_scaling(Plan *plan, const c10::Device &device, of_dtype dtype);
 // The device, its stream and scalars; or why it can't be there.
-of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs);
+of_found collect_gpu(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs);
 
 } // namespace optfuse

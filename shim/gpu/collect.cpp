@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// place.cpp: what an update on a GPU needs beside its tensors: loaded kernels, a
+// collect.cpp: what an update on a GPU needs beside its tensors: loaded kernels, a
 // stream and a step counter that may be on the device.
 #include <c10/core/DeviceGuard.h>
 
 #include "base/compat.h"
 #include "base/device.h"
-#include "gpu/place.h"
+#include "gpu/collect.h"
 #include "memory/memory.h"
 #include "plan/plan.h"
 #include "plan/references.h"
@@ -94,7 +94,7 @@ of_found check_counting(const Slot *slot, const of_inputs *in) {
 
 } // namespace
 
-of_found place(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs) {
+of_found collect_gpu(Slot *slot, const c10::TensorImpl *p, of_inputs *in, References *refs) {
     Plan *plan = slot->plan;
     if (!is_gpu(p->device()))
         return !plan->scalars->scale_gradients()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ledger.cpp: the ledger of an optimizer of Python: where Python calls (shim.h), and where its plan
-// does.
+// owner.cpp: PythonOwner, an optimizer of Python as the owner of its plan: where Python calls (shim.h),
+// and where the plan does.
 #include <ATen/record_function.h>
 
 #include "base/error.h"

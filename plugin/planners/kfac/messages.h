@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plan.h: plans of a distributed K-FAC (SPD-KFAC, arXiv 2107.06533): which factors are
+/* messages.h: plans of a distributed K-FAC (SPD-KFAC, arXiv 2107.06533): which factors are
  * reduced in one message, and which process inverts which of them.
  *
  * Factors are summed over processes while the forward and the backward pass run, so each is
@@ -9,8 +9,8 @@
  * The functions keep nothing, and any thread may call them. Their errors are those of
  * optfuse.h: on anything but OF_OK of_error_message() says what to do, and no output has been
  * written. Arrays of n elements may be NULL for n = 0. */
-#ifndef OPTFUSE_PLANNERS_KFAC_PLAN_H
-#define OPTFUSE_PLANNERS_KFAC_PLAN_H
+#ifndef OPTFUSE_PLANNERS_KFAC_MESSAGES_H
+#define OPTFUSE_PLANNERS_KFAC_MESSAGES_H
 
 #include "optfuse.h"
 #include "planners/network_link.h"
