@@ -5,8 +5,7 @@ import weakref
 
 import pytest
 import torch
-from common import adamw, everything, fused_backward, net, python_ok, refused, same, train
-from torch import nn
+from common import adamw, net, python_ok, train
 from torch.optim import Optimizer
 
 import optfuse
@@ -84,46 +83,6 @@ def test_all_gradients_are_none_afterwards_and_die(mode):
         assert all(gradient() is None for gradient in gradients)
 
 
-@both_modes
-def test_gradients_someone_has_stay_his(mode):
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(3):
-            train(model, optimizer, i)
-            if not wrap.fused or mode == "forward":
-                kept = model[0].weight.grad
-                optimizer.zero_grad()
-                assert model[0].weight.grad is None
-                kept.mul_(2)
-            optimizer.zero_grad()
-        yield from everything(model, optimizer)
-
-    same(script, mode)
-
-
-@both_modes
-def test_a_parameter_added_by_hand_is_zeroed_too(mode):
-    def script(wrap):
-        model, late = net(), nn.Linear(3, 2)
-        optimizer = wrap(adamw(model.parameters()))
-        for i in range(5):
-            optimizer.zero_grad()
-            loss = (late(model(torch.ones(2, 6))) - i).square().mean()
-            loss.backward()
-            if i == 2:
-                late.zero_grad()
-            optimizer.step()
-            if i == 2:
-                optimizer.param_groups[0]["params"] += late.parameters()
-                late.weight.grad = torch.ones_like(late.weight)
-                optimizer.zero_grad()
-                yield "gradients", [p.grad is None for p in (*model.parameters(), late.weight)]
-        yield from everything(nn.Sequential(model, late), optimizer)
-
-    same(script, mode)
-
-
 def test_a_zero_grad_that_was_replaced_before_we_came_is_called():
     called = python_ok("""
 import torch
@@ -137,73 +96,3 @@ optimizer.zero_grad()
 print(called, p.grad)
 """)
     assert called.strip() == "[1] None"
-
-
-@both_modes
-def test_parameters_of_a_class_with_a_grad_of_its_own(mode):
-    class Noting(nn.Parameter):
-        dropped = 0
-
-        @property
-        def grad(self):
-            return torch.Tensor.grad.__get__(self)
-
-        @grad.setter
-        def grad(self, value):
-            Noting.dropped += value is None
-            torch.Tensor.grad.__set__(self, value)
-
-    p = Noting(torch.ones(3))
-    optimizer = optfuse.fuse(adamw([p]), mode=mode)
-    for _ in range(2):
-        p.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert Noting.dropped == 2
-
-
-def test_a_finalizer_of_a_gradient_may_unfuse_the_optimizer():
-    model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()))
-    train(model, optimizer, 0)
-    optfuse.flush(optimizer)
-
-    class Unfuses:
-        def __del__(self):
-            optfuse.unfuse(optimizer)
-
-    model[0].bias.grad.unfuses = Unfuses()
-    optimizer.zero_grad()
-    assert type(optimizer) is torch.optim.AdamW
-    assert all(p.grad is None for p in model.parameters())
-    train(model, optimizer, 1)
-
-
-def test_a_finalizer_of_a_gradient_may_change_the_optimizer():
-    """Nothing is lost when what dies in zero_grad() adds parameters to the optimizer."""
-    model, late = net(), nn.Linear(3, 3)
-    optimizer = optfuse.fuse(adamw(model.parameters()))
-    train(model, optimizer, 0)
-    optfuse.flush(optimizer)
-
-    class Adds:
-        def __del__(self):
-            optimizer.add_param_group({"params": list(late.parameters())})
-
-    model[2].weight.grad.adds = Adds()
-    late.weight.grad = torch.ones_like(late.weight)
-    optimizer.zero_grad()
-    assert len(optimizer.param_groups) == 2
-    assert all(p.grad is None for p in model.parameters())
-    late(model(torch.ones(1, 6))).square().sum().backward()
-    before = late.weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(before, late.weight)
-
-
-def test_backward_mode_still_refuses_to_throw_applied_gradients_away():
-    model, optimizer = fused_backward()
-    train(model, optimizer, 0)
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(torch.ones(2, 6)), torch.ones(2, 3)).backward()
-    refused(optimizer.zero_grad, "step()")

@@ -3,7 +3,6 @@
 
 import inspect
 
-import torch
 from common import net
 from torch import nn
 
@@ -37,18 +36,3 @@ def model_for(cls):
     sizes = (6, 8, 8, 3)
     layers = [nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)]
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-def matrices(dtype=torch.float32):
-    """Three parameters that any class takes, with other gradients at each step."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        for shape in ((3, 5), (7, 2), (4, 4))
-    ]
-
-
-def set_gradients(params, step, sign=1.0):
-    for i, p in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + i)
-        p.grad = (sign * torch.randn(p.shape, generator=generator)).to(p.dtype)

@@ -60,18 +60,6 @@ def test_step_is_the_papers_formula(cls):
         torch.testing.assert_close(p.detach(), entry.formula(start, gradients, 0.1, **entry.paper))
 
 
-@pytest.mark.parametrize("mode", ("forward", "backward"))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cls, options", CASES)
-def test_fused_has_the_bits_of_step(cls, options, dtype, mode):
-    stock, ours = make_params(dtype), make_params(dtype)
-    plain, fused = cls(stock, **options), optfuse.fuse(cls(ours, **options), mode=mode)
-    train(plain, stock)
-    train(fused, ours)
-    assert not optfuse.summary(fused).own_step_because
-    assert_same_training(fused, ours, plain, stock)
-
-
 @pytest.mark.parametrize("cls, options", CASES)
 def test_gradients_that_are_clipped_or_accumulated_have_the_bits_of_step(cls, options):
     counted = optfuse.Backward(accumulate=3)

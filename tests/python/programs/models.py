@@ -133,6 +133,21 @@ class Shared(nn.Module):
         return self.last(x @ self.first.weight)
 
 
+class Parts(nn.Module):
+    """A loss of each parameter by itself."""
+
+    def __init__(self, *tensors):
+        super().__init__()
+        self.parts = nn.ParameterList(tensors)
+
+    def forward(self, x):
+        return sum((p * x.sum().to(p.dtype)).square().sum().double() for p in self.parts)
+
+
+def of_several_dtypes(*dtypes):
+    return lambda: Parts(*(numbers(i, 11, 3).to(d) for i, d in enumerate(dtypes)))
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -290,6 +305,15 @@ DRAWN = tuple(MODELS)  # by random programs; a deed may add a model of its own
 MODELS |= MODULES
 MODELS["joins later"] = (JoinsLater, rows)
 MODELS["layers"] = (Layers, rows)
+MODELS["odd sizes"] = (
+    lambda: Parts(*(numbers(1, *size) for size in ((5,), (), (0,), (3, 0), (1, 1, 1), (4, 2)))),
+    rows,
+)
+MODELS["two dtypes"] = (of_several_dtypes(torch.float32, torch.float64), rows)
+MODELS["four dtypes"] = (
+    of_several_dtypes(torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32),
+    rows,
+)
 MODELS["promised"] = (mlp, rows)  # its gradients are promises, see World
 MODELS["checkpointed and promised"] = (lambda: Checkpointed(reentrant=False), rows)
 PROMISING = {"promised", "checkpointed and promised"}

@@ -68,6 +68,20 @@ def registered(cls):
     return Kind(made.__name__, made, REGISTERED, has_closure=cls is not own_classes.Stateless)
 
 
+def of_matrices(cls):
+    """The class takes no others; they stay as they are."""
+
+    def make(groups, **options):
+        groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
+        return cls([{**group, "params": matrices(group["params"])} for group in groups], **options)
+
+    return make
+
+
+def matrices(params):
+    return [p for p in params if (p[1] if type(p) is tuple else p).dim() == 2]
+
+
 OPTIM = torch.optim
 DECAYS = {"weight_decay": 0.1}
 ADAGRAD = {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}
@@ -92,6 +106,7 @@ ALL = (
     # By operators, and by its own step().
     Kind("Adafactor", OPTIM.Adafactor, OWN, has_tensor_lr=True),
     Kind("Adafactor of lists", OPTIM.Adafactor, OWN, ({"foreach": True},)),
+    Kind("Muon", of_matrices(OPTIM.Muon), OWN, weight=0),
     Kind("Lion", optfuse.optim.Lion, NATIVE, ({}, DECAYS)),
     Kind("Adan", optfuse.optim.Adan, NATIVE, ({}, DECAYS)),
     # Without kernels: elementwise, with numbers of tensors, with looks, by lists, coupled.
@@ -121,6 +136,18 @@ def has_closure(kind):
 
 
 KINDS = {kind.name: kind for kind in ALL}
+
+
+def made_by(name, params):
+    """With the first of the kind's options; the parameters may have names."""
+    return KINDS[name].make(list(params), **KINDS[name].options[0])
+
+
+#: Each class with kernels, or with operators in the order of its step().
+CLASSES = (
+    *("AdamW", "SGD", "Adam", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax"),
+    *("Rprop", "ASGD", "Adafactor", "Muon", "Lion", "Adan"),
+)
 # With what each deed is tried: a step counter, none, state made late, one by one, and each way.
 EACH = (
     "AdamW",
@@ -133,5 +160,6 @@ EACH = (
     "RegisteredTensors",
 )
 if on_device.DEVICE:  # where the ways of all kinds have tests of their own
-    EACH = ("AdamW", "Elementwise")
+    CLASSES = EACH = ("AdamW", "Elementwise")
+EVERY = tuple(dict.fromkeys((*EACH, *CLASSES)))
 SIXTEEN_BITS = ("Adam", "AdamW")  # see draw.py

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from programs.deed import BOOL, INDEX, deed
 from programs.deeds.reading import saved
 from programs.deeds.renewing import COPIES
-from programs.optimizers import has_no_attributes
+from programs.optimizers import CLASSES, has_no_attributes
 
 
 @deed(weight=3, by_reference=BOOL)
@@ -67,7 +67,7 @@ def deepcopy_of_the_models(world):
     world.see("copies", [p.detach() for m in twins for p in m.parameters()])
 
 
-@deed(how=("pickle", "torch.save"), kinds=has_no_attributes)
+@deed(how=("pickle", "torch.save"), kinds=has_no_attributes, every=CLASSES)
 def resume_from_memory(world, how):
     """Model and optimizer in one file; what is loaded is a stock optimizer."""
     together = (world.models, world.optimizers, world.extra)
@@ -145,16 +145,17 @@ def train_apart(world, model, optimizer):
     world.see("state apart", optimizer.state_dict())
 
 
-@deed(weight=0, kinds=has_no_attributes, how=COPIES)
+@deed(weight=0, kinds=has_no_attributes, how=COPIES, every=CLASSES)
 def train_beside_a_copy(world, how):
     world.optimizer().zero_grad()
     (model,), (optimizer,) = how((world.models, world.optimizers))
     world.see("class", type(optimizer).__name__)
+    world.see("attributes", sorted(k for k in set(vars(optimizer)) - {"step"} if k[0] != "_"))
     world.train()
     train_apart(world, model, optimizer)
 
 
-@deed(weight=0, kinds=has_no_attributes, back=BOOL)
+@deed(weight=0, kinds=has_no_attributes, back=BOOL, every=CLASSES)
 def go_on_in_a_stock_optimizer(world, back):
     """The stock optimizer takes the state over, and hands it back."""
     model, kept = copy.deepcopy((world.model(), world.optimizer().state_dict()))

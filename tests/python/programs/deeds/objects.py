@@ -2,9 +2,12 @@
 """Deeds: other objects in param_groups and state, equal to those before or not: each step takes
 what is there."""
 
-import torch
+import collections
 
-from programs.deed import deed
+import torch
+from torch import nn
+
+from programs.deed import ALONE, deed, raises
 
 
 def entry_of_one(optimizer):
@@ -105,7 +108,39 @@ def a_group_of_a_class_with_values_of_its_own(optimizer):
     optimizer.param_groups[0] = Doubling(optimizer.param_groups[0])
 
 
+def state_of_other_addresses(optimizer):
+    """A freed tensor's address comes back at once."""
+    for entry in optimizer.state.values():
+        for factor in (0.5, 3.0):
+            entry["exp_avg"] = entry["exp_avg"] * factor
+        entry["step"] = entry["step"].clone()
+
+
+def lists_of_other_addresses(optimizer):
+    for _ in range(3):
+        for group in optimizer.param_groups:
+            group["params"] = group["params"][::-1]
+    optimizer.param_groups = list(optimizer.param_groups)
+
+
+class Entries(collections.UserDict):
+    """A state that is no dict; stock takes it."""
+
+    def __missing__(self, param):
+        return self.data.setdefault(param, {})
+
+
+def state_that_is_no_dict_and_then_changes(optimizer):
+    if type(optimizer.state) is Entries:
+        entry = entry_of_one(optimizer)
+        entry["exp_avg"] = entry["exp_avg"] * 3
+    optimizer.state = Entries(optimizer.state)
+
+
 CHANGES = (
+    state_of_other_addresses,
+    lists_of_other_addresses,
+    state_that_is_no_dict_and_then_changes,
     a_tensor_in_a_tuple_that_then_changes,
     groups_in_a_tuple,
     a_group_of_a_class_with_values_of_its_own,
@@ -136,3 +171,66 @@ def entries_under_other_keys(world):
     keys, entries = list(state), list(state.values())
     state.clear()
     state.update(zip(reversed(keys), entries, strict=True))
+
+
+@deed(ALONE)
+def rate_that_is_changed_twice_between_two_looks(world):
+    """A freed float's address comes back at once."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = world.wrap(torch.optim.AdamW([p], fused=True))
+    for i in range(1000):
+        for rate in (i + 1, i):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rate % 7)
+        optimizer.zero_grad()
+        (p * (i % 5 - 2)).sum().backward()
+        optimizer.step()
+    world.see("weights", p)
+
+
+@deed(setup={"groups": 2}, kinds=("AdamW",))
+def options_that_a_failed_step_has_told(world):
+    """The first group's rate is told, the second's refused; then both are as before."""
+    groups = world.optimizer().param_groups
+    rates = [group["lr"] for group in groups]
+    if world.fused:
+        groups[0]["lr"], groups[1]["lr"] = 0.5, None
+        seen = len(world.seen)
+        try:
+            world.train()
+        except (TypeError, RuntimeError):
+            del world.seen[seen:]
+            world.unsettled.clear()
+        else:
+            raise AssertionError("no error was raised")
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    for p in world.params():
+        p.grad = None
+
+
+def in_closure(world, change):
+    optimizer = world.optimizer()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = world.loss(0, world.i)
+        if change == "group" and not world.turn:
+            world.extra.append(nn.Parameter(torch.ones(3, 3)))
+            optimizer.add_param_group({"params": world.extra[-1:], "lr": 0.2})
+        world.backward(loss)
+        if change == "rate":
+            optimizer.param_groups[0]["lr"] *= 0.7
+        return loss
+
+    world.see("loss", world.step(0, closure))
+
+
+@deed(weight=0, kinds=("AdamW", "SGD"))
+def group_that_a_closure_adds(world):
+    in_closure(world, "group")
+
+
+@deed(weight=0, kinds=("AdamW", "SGD"), backward=raises("'lr'"))
+def rate_that_a_closure_changes(world):
+    """Backward mode has updated with the old one."""
+    in_closure(world, "rate")

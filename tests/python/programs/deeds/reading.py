@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from programs.deed import BATCH, BOOL, EITHER, INDEX, consumed, deed
 from programs.models import MODULES
+from programs.optimizers import EVERY
 
 WHAT = ("weight", "weight", "state")
 
@@ -142,7 +143,7 @@ def read_a_gradient(world, index, way):
     read(world, "gradient", index, way)
 
 
-@deed(weight=5, gradients=BOOL, backward=EITHER)
+@deed(weight=5, gradients=BOOL, backward=EITHER, every=EVERY)
 def look(world, gradients):
     world.look(gradients)
 

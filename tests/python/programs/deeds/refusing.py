@@ -354,3 +354,69 @@ def clipped_gradient_that_another_optimizer_reads(world, last):
         first.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
         first.zero_grad()
     world.see("weight", p)
+
+
+# ---- what kernels refuse at step(), and nothing has changed
+
+
+def with_sparse(params):
+    params[1].grad = params[1].grad.to_sparse()
+
+
+def with_another_dtype(params):
+    params[1].grad_dtype = None  # lets a gradient of any dtype in
+    params[1].grad = params[1].grad.double()
+
+
+@deed(
+    ALONE,
+    by={"adamw": adamw, "sgd": sgd},
+    change={"sparse": with_sparse, "another dtype": with_another_dtype},
+    product=True,
+)
+def gradient_that_step_refuses(world, by, change):
+    """Not even the parameters that come before are updated."""
+    params = ones()
+    optimizer = world.wrap(by([("first", params[0]), ("second", params[1])]))
+    for p in params:
+        p.grad = torch.ones(2)
+    if world.fused:
+        change(params)
+        words = {with_sparse: "sparse", with_another_dtype: "another dtype"}[change]
+        world.refused(optimizer.step, "'second'", words, way_out="")
+        params[1].grad = torch.ones(2)
+    world.see("weights", params)
+    assert all(entry.get("step", 0) == 0 for entry in optimizer.state.values())
+    optimizer.step()
+    world.see("weights", params)
+    world.see("state", optimizer.state_dict())
+
+
+@deed(ALONE)
+def bad_state_of_groups_that_look_alike(world):
+    params = ones()
+    optimizer = world.wrap(adamw([{"params": [p]} for p in params]))
+    sum(params).sum().backward()
+    optimizer.step()
+    if world.fused:
+        optimizer.state[params[1]]["step"] = 5
+        world.refused(optimizer.step, way_out="parameter 0 of group 1")
+    world.see("weights", params)
+
+
+BAD_GROUPS = {
+    "complex": lambda: {"params": [torch.zeros(3, dtype=torch.complex64, requires_grad=True)]},
+    "oops": lambda: {"params": ones(), "lr": "oops"},
+}
+
+
+@deed(weight=0, kinds=("AdamW", "SGD"), words=tuple(BAD_GROUPS))
+def group_that_can_not_be_added(world, words):
+    """It leaves the others working."""
+    optimizer = world.optimizer()
+    try:
+        if world.fused:
+            optimizer.add_param_group({**BAD_GROUPS[words](), "fused": words == "oops"})
+    except (RuntimeError, ValueError) as error:
+        assert words in str(error)
+    world.see("groups", len(optimizer.param_groups))

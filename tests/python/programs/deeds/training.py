@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 import optfuse
 from programs.deed import BATCH, BOOL, EITHER, INDEX, consumed, deed, raises
 from programs.models import DRAWN, SIXTEEN_BITS
-from programs.optimizers import has_closure
+from programs.optimizers import EVERY, has_closure
 
 
-@deed(weight=30, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
+@deed(weight=30, every=EVERY, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
 def iteration(world, model, batch, set_to_none):
     world.train(lambda: world.loss(model, batch), set_to_none)
 
@@ -110,7 +110,7 @@ def discarded_backward(world, model, batch, again):
         world.step(i)
 
 
-@deed(optimizer=INDEX, model=INDEX, batch=BATCH, kinds=has_closure)
+@deed(optimizer=INDEX, model=INDEX, batch=BATCH, kinds=has_closure, every=EVERY)
 def step_with_closure(world, optimizer, model, batch):
     chosen = world.optimizer(optimizer)
 

@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 
 import optfuse
 from programs.deed import EITHER, INDEX, deed, raises
+from programs.optimizers import EVERY
 from programs.reference import Dense
 
 
@@ -106,7 +107,7 @@ def step_a_scheduler(world, index):
     world.see("learning rates", rates)
 
 
-@deed(optimizer=INDEX, rows=(1, 3, 17))
+@deed(optimizer=INDEX, rows=(1, 3, 17), every=EVERY)
 def add_a_group(world, optimizer, rows):
     p = nn.Parameter(torch.linspace(-1, 1, rows * 3).view(rows, 3))
     world.extra.append(p)

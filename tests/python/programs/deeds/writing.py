@@ -155,7 +155,7 @@ def slow_adamw(groups):
 
 
 def other_strides(s):
-    return s.t().contiguous().t() if s.dim() == 2 else s.clone()
+    return s.transpose(0, -1).contiguous().transpose(0, -1) if s.dim() > 1 else s.clone()
 
 
 STATES = {
@@ -163,6 +163,7 @@ STATES = {
     "halved": lambda s: s * 0.5,
     "zeros": lambda s: torch.zeros_like(s),
     "other strides": other_strides,
+    "with holes": with_holes,
 }
 BAD_STATES = {
     "expanded": lambda s: torch.zeros((), dtype=s.dtype).expand(s.shape),
@@ -170,12 +171,12 @@ BAD_STATES = {
 }
 
 
-@deed(weight=3, index=INDEX, kind=STATES)
+@deed(weight=3, index=INDEX, kind=STATES, models=("mlp", "convolution in channels_last"))
 def replace_state(world, index, kind):
     found = world.states()
     # The reference lays such state out for all parameters at once, which is not
     # in order for those that overlap.
-    if found and not (kind is other_strides and world.overlapping):
+    if found and not (kind in (other_strides, with_holes) and world.overlapping):
         entry, key = found[index % len(found)]
         entry[key] = kind(entry[key])
 
