@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.amp.GradScaler in forward mode: weights, gradients as anyone sees them,
-skipped steps and the scaler's state are those of stock, folded or not."""
+"""torch.amp.GradScaler in forward mode, and scales that a script sets. The bits are deeds
+(programs/deeds/scaling.py)."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from common import adamw, assert_same_tensor, everything, loss_of, net, same
+from common import adamw, assert_same_tensor, loss_of, net, same
 from torch import nn
 
 import optfuse
 
 STEPS = 5
 TIGHT = 0.05
+both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
 FOLDS = pytest.mark.parametrize("fold", (True, False), ids=("folded", "not folded"))
 
 
@@ -41,27 +42,6 @@ def test_float16_gradients_and_no_gradients_raise_as_in_stock(fold):
                 scaler.step(optimizer)
             except (ValueError, AssertionError, RuntimeError) as error:
                 yield "error", str(error)
-
-    same(script, prove=False, fold=fold)
-
-
-@FOLDS
-def test_gradients_that_others_may_see(fold):
-    def script(wrap):
-        params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(8, 5))]
-        optimizer = wrap(adamw(params))
-        scaler = scaler_of()
-        for i in range(STEPS):
-            kept = torch.linspace(-1, 1 + i, 80) * 65536
-            scaler.scale(torch.ones(()))
-            params[0].grad = kept[:40]
-            params[1].grad = kept[40:].view(8, 5)
-            scaler.unscale_(optimizer)
-            yield "norm", clip(wrap, params)
-            scaler.step(optimizer)
-            scaler.update()
-            yield "kept", kept
-            yield "params", params
 
     same(script, prove=False, fold=fold)
 
@@ -97,22 +77,6 @@ def test_unscaling_writes_no_gradient():
         assert_same_tensor("gradient", grad, wanted)
 
 
-def test_a_disabled_scaler_does_nothing():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(adamw(model.parameters()))
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        for i in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, i)).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            yield from everything(model, optimizer)
-
-    same(script)
-
-
 def test_frameworks_may_clip():
     """Some refuse clipping for optimizers that say they unscale by themselves."""
     optimizer = optfuse.fuse(adamw(net().parameters()))
@@ -136,3 +100,44 @@ def test_updates_wait_although_a_thread_looks_at_gradients_before_its_first_step
         _, optimizer = new_thread.submit(first_iteration).result()
         found = optfuse.summary(optimizer)
     assert found.pending == found.created > 0 and not found.threads_seen, str(found)
+
+
+# Scales that a script sets
+
+
+def set_scale(optimizer, scales):
+    for name in ("grad_scale", "found_inf"):
+        setattr(optimizer, name, torch.tensor(scales[name]) if name in scales else None)
+
+
+@both_modes
+def test_options_that_select_an_implementation_without_scales_raise_as_in_stock(mode):
+    model = net()
+    optimizer = optfuse.fuse(torch.optim.Adam(model.parameters(), foreach=False), mode=mode)
+    for i in range(4):
+        optimizer.zero_grad()
+        set_scale(optimizer, {"grad_scale": 4.0} if i == 2 else {})
+        before = [p.detach().clone() for p in model.parameters()]
+        loss_of(model, i).backward()
+        if i == 2:
+            with pytest.raises(AssertionError):
+                optimizer.step()
+            assert all(map(torch.equal, model.parameters(), before))
+            set_scale(optimizer, {})
+        optimizer.step()
+        assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_a_scale_and_a_delay():
+    model = net()
+    optimizer = optfuse.fuse(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+        optfuse.Forward(delay={model[0].weight: 1}),
+    )
+    before = model[0].weight.detach().clone()
+    set_scale(optimizer, {"grad_scale": 1e30})
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optfuse.drain(optimizer)
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight.grad.abs().max() < 1e-20

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shared by the tests of averages: what is trained and averaged."""
 
-import contextlib
-
 from common import adamw, net
-from pytorchs_own import pytorchs_own
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
@@ -18,11 +15,6 @@ KINDS = {
     "SWA one by one": lambda: {"avg_fn": swa_utils.get_swa_avg_fn()},
     "SWA by its function": lambda: {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
 }
-
-
-def update(wrap, averaged, model):
-    with contextlib.nullcontext() if wrap.fused else pytorchs_own():
-        averaged.update_parameters(model)
 
 
 def averaged_net(wrap, kind="EMA"):

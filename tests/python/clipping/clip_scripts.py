@@ -4,12 +4,11 @@
 import copy
 
 import torch
-from common import adamw, batch, everything, loss_of, net, train
+from common import adamw, batch, loss_of, net, train
 from torch import nn
 
 import optfuse
 
-STEPS = 4
 TIGHT = 0.05  # far below every norm here
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -17,10 +16,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def clip(wrap, parameters, max_norm=TIGHT, *args, **options):
     function = optfuse.clip_grad_norm_ if wrap.fused else nn.utils.clip_grad_norm_
     return function(parameters, max_norm, *args, **options)
-
-
-def gradients(model):
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
 
 
 def long_net(dtype=torch.float32):
@@ -31,25 +26,6 @@ def long_net(dtype=torch.float32):
 def backward(model, i, dtype=torch.float32):
     x, y = batch(i, inputs=33)
     (model(x.to(dtype)) - y.to(dtype)).square().mean().backward()
-
-
-def script_of(make=adamw, dtype=torch.float32, action=None, build=long_net, steps=STEPS, **options):
-    """zero_grad, backward, clip, step; `action` runs between clip and step."""
-
-    def script(wrap):
-        model = build(dtype)
-        optimizer = wrap(make(model.parameters()))
-        for i in range(steps):
-            optimizer.zero_grad()
-            backward(model, i, dtype)
-            yield "norm", clip(wrap, model.parameters(), **options)
-            if action is not None:
-                yield from action(model, optimizer, wrap)
-            optimizer.step()
-            wrap.pending()
-            yield from everything(model, optimizer)
-
-    return script
 
 
 def model_to_clip():

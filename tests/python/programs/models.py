@@ -309,6 +309,11 @@ MODELS["odd sizes"] = (
     lambda: Parts(*(numbers(1, *size) for size in ((5,), (), (0,), (3, 0), (1, 1, 1), (4, 2)))),
     rows,
 )
+MODELS["long"] = (lambda: nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 3)), rows)
+MODELS["a number beside float64"] = (
+    lambda: Parts(torch.tensor(1.0), torch.linspace(-1, 1, 9).double()),
+    rows,
+)
 MODELS["two dtypes"] = (of_several_dtypes(torch.float32, torch.float64), rows)
 MODELS["four dtypes"] = (
     of_several_dtypes(torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32),

@@ -3,6 +3,8 @@
 
 import copy
 import functools
+import gc
+import threading
 
 import torch
 from averaged import KINDS, averages_of
@@ -10,8 +12,10 @@ from on_device import DEVICE
 from torch import nn
 from torch.optim import swa_utils
 
-from programs.deed import BOOL, deed
+from programs.deed import ALONE, BOOL, deed, raises
 from programs.deeds.reading import READS, saved
+from programs.deeds.training import CLIPPING, scaled
+from programs.deeds.tuning import SCHEDULERS
 
 
 def halved(averages, weights, n):
@@ -126,4 +130,72 @@ def average_in_another_dtype(world):
     for _ in range(3):
         world.train()
         average.update_parameters(world.model())
+    world.see("average", dict(average.state_dict()))
+
+
+# ---- large weights, and other features beside averages
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@deed(ALONE, kind=KINDS, dtype=DTYPES, product=True)
+def average_of_wide_weights(world, kind, dtype):
+    """PyTorch's operator shares large tensors out among threads."""
+    torch.set_num_threads(2)
+    world.kinds, world.models = ["mlp"], [nn.Linear(4, 8221).to(dtype)]
+    world.wrap(torch.optim.AdamW(world.params(), fused=True))
+    average = swa_utils.AveragedModel(world.model(), **kind())
+    for _ in range(3):
+        world.train()
+        average.update_parameters(world.model())
+    torch.set_num_threads(1)
+    world.see("average", dict(average.state_dict()))
+
+
+@deed(ALONE)
+def average_of_little_decay(world):
+    """At a decay of 0 PyTorch's lerp has another zero in its tails, also between two threads."""
+    torch.set_num_threads(2)
+    p = nn.Parameter(torch.full((40011,), -0.0))
+    optimizer, model = world.wrap(torch.optim.SGD([p], lr=0.1, fused=True)), nn.ParameterList([p])
+    options = {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.0)}
+    average = swa_utils.AveragedModel(model, **options)
+    for _ in range(3):
+        p.grad = torch.zeros(40011)
+        optimizer.step()
+        average.update_parameters(model)
+    torch.set_num_threads(1)
+    world.see("average", average.module[0].view(torch.int32))
+
+
+@deed(weight=0, kinds=WITH_KERNELS, backward=raises("scaled by GradScaler.scale()"))
+def average_with_clipping_scaling_and_a_scheduler(world):
+    scheduler = SCHEDULERS["CosineAnnealingLR"](world.optimizer())
+    average = swa_utils.AveragedModel(world.model(), **KINDS["EMA"]())
+    for _ in range(4):
+        scaled(world, 0, world.i, True, CLIPPING["torch"], False)
+        scheduler.step()
+        average.update_parameters(world.model())
+    world.see("average", dict(average.state_dict()))
+
+
+@deed(weight=0)
+def another_thread_sees_an_average(world):
+    for average in iterations_with_an_average(world, "EMA"):
+        see = functools.partial(world.see, "average", [*average.parameters()])
+        thread = threading.Thread(target=see)
+        thread.start()
+        thread.join()
+
+
+@deed(ALONE, proves=False)
+def average_that_outlives_the_optimizer(world):
+    model, _ = world.own()
+    average = swa_utils.AveragedModel(model, **KINDS["EMA"]())
+    for _ in range(2):
+        world.train()
+        average.update_parameters(model)
+    world.optimizers.clear()
+    gc.collect()
     world.see("average", dict(average.state_dict()))

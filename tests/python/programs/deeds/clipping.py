@@ -2,17 +2,26 @@
 """Deeds: optfuse.clip_grad_norm_(), which for stock optimizers is torch's."""
 
 import copy
+import gc
+import math
+import os
+import pickle
+import threading
 
 import torch
+from common import adamw
 from torch import nn
 
 import optfuse
-from programs.deed import BATCH, BOOL, EITHER, INDEX, STEP, deed, raises
+from optfuse._clipping import torch_functions
+from optfuse._library.bindings import lib
+from programs.deed import ALONE, BACKWARD, BATCH, BOOL, EITHER, INDEX, STEP, deed, raises
 from programs.deeds.keeping import go_on_with_deepcopies
 from programs.deeds.reading import READS, saved
 from programs.deeds.training import step_with_closure
 from programs.deeds.tuning import add_a_group, flush, flush_everything
-from programs.deeds.writing import OF_GRADIENTS
+from programs.deeds.writing import GRADIENTS, OF_GRADIENTS
+from programs.models import numbers
 from programs.optimizers import has_closure, has_no_attributes
 
 OVER = {
@@ -127,7 +136,24 @@ def step_and_clip(world):
     clip(world)
 
 
+def look_in_another_thread(world):
+    thread = threading.Thread(target=lambda: world.see("gradients", gradients(world)))
+    thread.start()
+    thread.join()
+
+
+def look_in_a_forked_child(world):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, pickle.dumps([grad.tolist() for grad in gradients(world)]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    world.see("gradients", pickle.loads(os.read(read, 1 << 16)))
+
+
 ACTS = {
+    **{act.__name__: act for act in (look_in_another_thread, look_in_a_forked_child)},
     "look": lambda world: world.see("gradients", gradients(world)),
     "norms": lambda world: world.see("norms", [grad.norm() for grad in gradients(world)]),
     "clip": clip,
@@ -189,3 +215,195 @@ def max_grad_norm_with_a_closure_and_in_copies(world):
     step_with_closure(world, 0, 0, 3)
     go_on_with_deepcopies(world)
     step_with_closure(world, 0, 0, 4)
+
+
+# ---- by any function, of any gradients
+
+
+def in_two_calls(params, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+    found = [p.grad for p in params if p.grad is not None]
+    norm = nn.utils.get_total_norm(found, norm_type, error_if_nonfinite, foreach)
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+    return norm
+
+
+BY = {
+    "ours": lambda *a, **k: optfuse.clip_grad_norm_(*a, **k),
+    "torch's": lambda *a, **k: nn.utils.clip_grad_norm_(*a, **k),
+    "imported before": torch_functions.stock_clip_grad_norm_,
+    "in two calls": in_two_calls,
+}
+USUAL = 16384  # smaller gradients are multiplied at once
+CLIPPED = {"where": STEP, "weight": 0, "backward": EITHER, "by": BY}
+
+
+@deed(
+    **CLIPPED,
+    max_norm=(0.05, 1e9, 0.0, math.inf, math.nan),
+    norm_type=(2.0, 1, 3, 0, 0.5, math.inf, -math.inf, "inf"),
+    foreach=(None, True, False),
+    error=BOOL,
+    at_once=BOOL,
+    kinds=("AdamW",),
+    models=("long", "mlp in float64", "mlp in bfloat16", "mlp in float16", "four dtypes",
+            "a number beside float64", "one storage"),
+    stock=EITHER,
+    every=True,
+)  # fmt: skip
+def clip_and_step(world, by, max_norm, norm_type, foreach, error, at_once):
+    lib.of_shim_wait_from(USUAL if at_once else 0)
+    world.see("norm", by(world.params(), max_norm, norm_type, error, foreach))
+    step(world)
+    world.see("gradients", gradients(world))
+
+
+LIMITS = {"a word": "0.05", "a tensor": torch.tensor(0.05), "below zero": -1.0}
+
+
+@deed(STEP, weight=0, max_norm=LIMITS, kinds=("AdamW",), backward=EITHER)
+def clip_by_an_odd_number(world, max_norm):
+    world.see("norm", nn.utils.clip_grad_norm_(world.params(), max_norm))
+    step(world)
+    world.see("gradients", gradients(world))
+
+
+ODD = {name: GRADIENTS[name] for name in ("of other strides", "with holes", "expanded", "NaN",
+                                          "tiny")}  # fmt: skip
+ODD |= {
+    "a part of another": lambda p: torch.ones(2, *p.shape)[1],
+    "negated": lambda p: torch._neg_view(torch.ones_like(p)),
+    "from NumPy": lambda p: torch.from_numpy(p.detach().numpy().copy()),
+    "infinite": lambda p: torch.full_like(p, math.inf),
+    "zero": torch.zeros_like,
+    "huge": lambda p: torch.full_like(p, 1e30),
+}
+
+
+@deed(
+    **CLIPPED,
+    kind=ODD,
+    max_norm=(1e-3, 1e4),
+    error=BOOL,
+    product=True,
+    kinds=("AdamW", "SGD", "RMSprop"),
+    stock=EITHER,
+)
+def clip_an_odd_gradient(world, by, kind, max_norm, error):
+    """Stock multiplies by 1, too, and clips none of them if one can't be multiplied."""
+    world.param(2).grad = kind(world.param(2))
+    try:
+        world.see("norm", by(world.params(), max_norm, 2.0, error, False))
+    except RuntimeError as raised:
+        if isinstance(raised, optfuse.Error):
+            raise
+        world.see("error", str(raised))
+        world.param(2).grad = torch.ones_like(world.param(2))
+    if not world.fused:
+        world.param(2).grad = world.param(2).grad.contiguous().resolve_neg()
+    step(world)
+    if world.mode != "backward":
+        world.see("gradients", gradients(world))
+
+
+@deed(**CLIPPED, setup={"optimizers": [{"kind": "AdamW", "over": "even"}]})
+def clip_parameters_that_nobody_has_fused(world, by):
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    world.see("norm", by([frozen, *world.params()], 0.05))
+    step(world)
+    world.see("gradients", gradients(world))
+    world.model().zero_grad()
+
+
+TWICE = [{"kind": "AdamW"}, {"kind": "SGD"}]
+
+
+@deed(**{**CLIPPED, "backward": raises("already")}, setup={"optimizers": TWICE})
+def clip_for_two_optimizers(world, by):
+    world.see("norm", by(world.params(), 0.05))
+    step(world)
+
+
+@deed(**CLIPPED)
+def clip_gradients_that_share_memory(world, by):
+    """They are views of one buffer, and one tensor twice."""
+    params = world.params()
+    flat = torch.linspace(-1, 1, sum(p.numel() for p in params))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    world.see("norm", by([*params, params[0]], 0.05))
+    step(world)
+    world.see("buffer", flat)
+
+
+@deed(BACKWARD, weight=0, by=BY, backward=raises("create_graph=True"))
+def clip_gradients_of_a_graph(world, loss, by):
+    world.backward(loss, create_graph=True)
+    world.see("norm", by(world.params(), 0.05))
+    for p in world.params():
+        p.grad = p.grad.detach()
+
+
+ENDS = ("unfuse", "delete", "step and delete")
+
+
+@deed(ALONE, setup={"wait_from": 0}, end=ENDS, backward=REFUSED, proves=False)
+def clipped_gradients_outlive_their_optimizer(world, end):
+    _, optimizer = world.own(make=adamw)
+    world.train()
+    optimizer.zero_grad()
+    world.backward(world.loss(0, 1))
+    clip(world)
+    if end == "unfuse" and world.fused:
+        optfuse.unfuse(optimizer)
+    elif end == "step and delete":
+        optimizer.step()
+    if end != "unfuse":
+        del optimizer
+        world.optimizers.clear()
+        gc.collect()
+    world.see("gradients", gradients(world))
+
+
+@deed(ALONE, by=BY, proves=False, backward=EITHER)
+def clip_a_gradient_that_an_update_will_change(world, by):
+    """Its memory is another parameter's, and no operator has seen it since step()."""
+    p, q = (nn.Parameter(numbers(i, 4)) for i in range(2))
+    optimizers = [world.wrap(torch.optim.SGD([x], lr=1.0, fused=True)) for x in (p, q)]
+    q.grad = torch.full((4,), 30.0)
+    optimizers[1].step()
+    p.grad = q.data
+    world.see("norm", by([p], 0.5))
+    world.see("gradient", p.grad)
+
+
+@deed(
+    STEP,
+    weight=0,
+    limit=(1e-3, 0.0, -0.0),
+    foreach=(None, False),
+    backward=EITHER,
+    kinds=("AdamW", "SGD"),
+)
+def clip_values_and_step(world, limit, foreach):
+    """Zeros of both signs are clipped to zero, too."""
+    for p in world.params():
+        p.grad.view(-1)[::3], p.grad.view(-1)[1::3] = 0.0, -0.0
+    nn.utils.clip_grad_value_(world.params(), limit, foreach=foreach)
+    step(world)
+    world.see("gradients", gradients(world))
+
+
+@deed(ALONE, setup={"wait_from": 0}, backward=EITHER)
+def clip_by_several_threads(world):
+    model = world.build("long")
+    world.wrap(adamw(model.parameters()))
+    torch.set_num_threads(3)
+    try:
+        for i in range(2):
+            world.optimizer().zero_grad()
+            world.backward(model(numbers(i, 300, 4)).square().mean())
+            clip(world)
+            step(world)
+    finally:
+        torch.set_num_threads(1)
+    world.look()

@@ -5,10 +5,12 @@ are folded into the updates, or not."""
 import math
 
 import torch
+from common import adamw
 from torch import nn
 
 import optfuse
-from programs.deed import deed, raises
+from programs.deed import ALONE, EITHER, STEP, deed, raises
+from programs.optimizers import made_by
 
 
 def clip(world, *arguments, **options):
@@ -41,7 +43,13 @@ def add_and_clip(world):
     clip(world, 0.05)
 
 
+def clip_by_torch(world):
+    world.see("norm", nn.utils.clip_grad_norm_(world.params(), 0.05))
+    world.see("gradients", [p.grad for p in world.params()])
+
+
 ACTS = {
+    "clip by torch": clip_by_torch,
     "clip": lambda world: clip(world, 0.05),
     "nothing": lambda world: None,
     **{
@@ -51,7 +59,13 @@ ACTS = {
     "clip one by one": lambda world: clip(world, 0.05, foreach=False),
     **{
         act.__name__: act
-        for act in (clip_three_times, clip_by_both, look, look_and_clip, add_and_clip)
+        for act in (
+            clip_three_times,
+            clip_by_both,
+            look,
+            look_and_clip,
+            add_and_clip,
+        )
     },
 }
 SCALES = (65536.0, 1.0, 3.0, 0.1, 1e30, 1e-30, 7e4)
@@ -113,3 +127,110 @@ def scaled_with_max_grad_norm(world, **chosen):
 @deed(weight=0, kinds=("AdamW",), models=("mlp in float64", "mlp in bfloat16"), **OF_ONE_SCALE)
 def scaled_in_another_dtype(world, **chosen):
     scaled_iterations(world, **chosen)
+
+
+@deed(weight=0, kinds=("AdamW", "Adagrad", "Elementwise"))
+def scaler_that_is_disabled(world):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        world.optimizer().zero_grad()
+        world.backward(scaler.scale(world.loss(0, world.i)))
+        scaler.unscale_(world.optimizer())
+        scaler.step(world.optimizer())
+        world.stepped(0)
+        scaler.update()
+        world.look(gradients=False)
+
+
+@deed(ALONE, fold=(True, False), proves=False, backward=EITHER)
+def scaled_gradients_that_others_see(world, fold):
+    """They are parts of one tensor."""
+    world.fold, params = fold, [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(8, 5))]
+    optimizer = world.wrap(adamw(params))
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    for i in range(5):
+        kept = torch.linspace(-1, 1 + i, 80) * 65536
+        scaler.scale(torch.ones(()))
+        params[0].grad, params[1].grad = kept[:40], kept[40:].view(8, 5)
+        scaler.unscale_(optimizer)
+        world.see("norm", optfuse.clip_grad_norm_(params, 0.05))
+        scaler.step(optimizer)
+        scaler.update()
+        world.see("kept", [kept, *params])
+
+
+# ---- scales that a script sets: on the CPU fused=True divides gradients, or leaves out the step
+
+
+def set_scale(optimizer, grad_scale=None, found_inf=None):
+    for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        setattr(optimizer, name, None if value is None else torch.tensor(value))
+
+
+BY_HAND = {
+    "scale": [{"grad_scale": 8.0}] * 4,
+    "overflow": [{}, {"found_inf": 1.0}, {"found_inf": 0.0}, {}],
+    "both": [{"grad_scale": 3.0, "found_inf": float(i == 2)} for i in range(4)],
+    "now and then": [{}, {"grad_scale": 0.1}, {}, {"grad_scale": 2.0, "found_inf": 1.0}, {}],
+}
+OF_FUSED = {"kinds": ("AdamW", "SGD", "Adam", "Adagrad"), "every": True}
+
+
+def iterations_with_scales(world, scales):
+    for chosen in scales:
+        set_scale(world.optimizer(), **chosen)
+        world.train()
+        if chosen and world.optimizer().param_groups[0].get("fused"):
+            world.see("gradients", [p.grad for p in world.params()])
+    set_scale(world.optimizer())
+
+
+@deed(weight=0, scales=BY_HAND, **OF_FUSED, models=("mlp", "convolution in channels_last"))
+def scale_before_backward(world, scales):
+    iterations_with_scales(world, scales)
+
+
+@deed(setup={"accumulate": 2}, scales=BY_HAND, **OF_FUSED)
+def scale_before_passes_that_are_counted(world, scales):
+    iterations_with_scales(world, scales)
+
+
+LATE = {"scale": {"grad_scale": 8.0}, "overflow": {"grad_scale": 2.0, "found_inf": 1.0}}
+
+
+@deed(
+    STEP,
+    weight=0,
+    scales=LATE,
+    **OF_FUSED,
+    backward=EITHER,
+)
+def scale_before_step(world, scales):
+    set_scale(world.optimizer(), **scales)
+    world.step(0)
+    set_scale(world.optimizer())
+
+
+@deed(ALONE, by=("Adam", "AdamW", "Adagrad"))
+def overflow_in_the_first_step(world, by):
+    """SGD's buffer has no numbers then, in stock."""
+    world.own(make=lambda params: made_by(by, params))
+    iterations_with_scales(world, [{"found_inf": 1.0}, {"grad_scale": 2.0}, {}])
+    world.look(gradients=False)
+
+
+@deed(weight=0, kinds=("RMSprop", "NAdam"))
+def scale_that_nobody_reads(world):
+    iterations_with_scales(world, BY_HAND["both"])
+
+
+@deed(STEP, weight=0, kinds=("Adafactor",), name=("grad_scale", "found_inf"))
+def scale_that_the_class_refuses(world, name):
+    """It asserts that there is none, and goes on without."""
+    set_scale(world.optimizer(), **{name: 0.0})
+    try:
+        world.optimizer().step()
+    except AssertionError as error:
+        world.see("error", str(error))
+    set_scale(world.optimizer())
+    world.step(0)
