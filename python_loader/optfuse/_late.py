@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from optfuse._bits import difference
-from optfuse._class_code import names_read
 from optfuse._library.bindings import guard
 from optfuse._options import LINK
 
@@ -74,23 +73,18 @@ class Used:
 
 class Settings:
     """Options of groups and attributes of an optimizer at one time, and what its state holds under
-    other keys than parameters. A name that the class's code does not have belongs to the script,
-    which may keep notes there."""
+    other keys than parameters."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        stock: type[Optimizer] | None = None,
         is_written: Callable[[Tensor], bool] = lambda _: False,
         keys: Iterable[Any] | None = None,
     ) -> None:
-        """stock: only of names that its code may read. is_written: whether updates make or change a
-        tensor, which is only told by its identity then. keys: of the state, of no parameter."""
+        """is_written: whether updates make or change a tensor, which is only told by its identity
+        then. keys: of the state, of no parameter."""
         self._is_written = is_written
-        self._read = None if stock is None else names_read(stock)
         self._keys = None if keys is None else list(keys)
-        # PyTorch's code, in which nobody looks for names, reads those with a default.
-        self._defaults = frozenset(optimizer.__dict__.get(_DEFAULTS, ()))
         self._options = [self._options_of(group) for group in optimizer.param_groups]
         self._attributes = self._attributes_of(optimizer)
 
@@ -114,20 +108,12 @@ class Settings:
         return None
 
     def _options_of(self, group: Group) -> Group:
-        read, defaults = self._read, self._defaults
-        return {
-            name: noted(value, self._is_written)
-            for name, value in group.items()
-            if name not in _NOT_OPTIONS and (read is None or name in read or name in defaults)
-        }
+        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
+        return {name: noted(value, self._is_written) for name, value in options.items()}
 
     def _attributes_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        read = self._read
-        own = {
-            name: value
-            for name, value in own_attributes(optimizer, self._keys).items()
-            if name != _DEFAULTS and (read is None or name in read or name == _SHARED)
-        }
+        own = own_attributes(optimizer, self._keys)
+        own.pop(_DEFAULTS, None)
         return {k: noted(_unbound(v, optimizer), self._is_written) for k, v in own.items()}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -188,7 +187,7 @@ class Recorded(Updater):
             self._end()
             raise
         self.passes_ahead += 1
-        run.hide(optimizer, self._stock, self._plan)
+        run.hide(optimizer, self._plan)
         return True
 
     def _check(self, optimizer: Optimizer, slots: Slots, run: Run) -> None:
@@ -221,13 +220,13 @@ class Run:
         self._there = list(tensors_in(settings))  # others step() makes
         self.dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
 
-    def hide(self, optimizer: Optimizer, stock: type[Optimizer], plan: int) -> None:
+    def hide(self, optimizer: Optimizer, plan: int) -> None:
         """step() has run."""
         self._after = _Snapshot(optimizer)
         self._before.restore(optimizer, self._after)
         written = [*parameters_of(optimizer), *torch.ops.optfuse.tensors_ahead(plan)]
         only_read = set(map(id, self._there)).difference(map(id, written))
-        self.used = Settings(optimizer, stock, lambda tensor: id(tensor) not in only_read)
+        self.used = Settings(optimizer, lambda tensor: id(tensor) not in only_read)
 
     def show(self, optimizer: Optimizer) -> None:
         self._after.restore(optimizer, self._before)
@@ -242,89 +241,51 @@ class Run:
 
 
 class _Snapshot:
-    """State, options and attributes. The state is one flat list, since many small ones would have
-    Python's collector of cycles look at all objects: key, entry, and the number of its items, their
-    keys and values."""
+    """State, options and attributes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         own = optimizer.__dict__
-        self._state: list[Any] = []
-        for key, entry in own["state"].items():
-            is_dict = isinstance(entry, dict)
-            self._state += key, entry, len(entry) if is_dict else 0
-            if is_dict:
-                self._state += entry
-                self._state += entry.values()
-        self._options = [(group, dict(group)) for group in optimizer.param_groups]
         self._attributes = dict(own)
-
-    def _entries(self) -> Iterator[tuple[int, int]]:
-        """Where each begins, and its number of items."""
-        i = 0
-        while i < len(self._state):
-            yield i, self._state[i + 2]
-            i += 3 + 2 * self._state[i + 2]
+        self._options = list(map(dict, optimizer.param_groups))
+        self._state = dict(own["state"])
+        self._entries = {k: dict(e) for k, e in self._state.items() if isinstance(e, dict)}
 
     def restore(self, optimizer: Optimizer, now: _Snapshot | None) -> None:
         """now: another one, all between which becomes as it is here, and what a script has changed
         meanwhile stays. None: everything does."""
         own = optimizer.__dict__
         _restore(own, self._attributes, dict(own) if now is None else now._attributes)
-        if now is None:
-            then = [dict(group) for group, _ in self._options]
-        else:
-            then = [options for _, options in now._options]
-        for (group, options), before in zip(self._options, then, strict=False):
-            _restore(group, options, before)
-        if now is None or not are_same(self._state, now._state):
-            self._restore_state(own["state"], now)
-
-    def _restore_state(self, state: dict[Any, Any], now: _Snapshot | None) -> None:
-        if now is not None and self._restore_values(state, now):
-            return
-        state.clear()
-        for i, n in self._entries():
-            key, entry = self._state[i : i + 2]
-            state[key] = entry
-            if isinstance(entry, dict):
-                values = i + 3 + n
-                names = self._state[i + 3 : values]
-                entry.clear()
-                entry.update(zip(names, self._state[values : values + n], strict=True))
-
-    def _restore_values(self, state: dict[Any, Any], now: _Snapshot) -> bool:
-        """False: entries have other keys, or not all the same number of them."""
-        mine, its = self._state, now._state
-        n = mine[2] if mine else 0
-        size = 3 + 2 * n
-        if len(mine) != len(its) or not all(map(is_, mine[2::size], repeat(n))):
-            return False  # (small integers are the same objects)
-        same = list(map(is_, mine, its))
-        places, i = [], -1
-        for _ in range(same.count(False)):
-            i = same.index(False, i + 1)
-            if i % size < 3 + n:
-                return False
-            places.append(i)
-        for i in places:  # what a script has exchanged meanwhile is the script's
-            entry, name = state.get(mine[i - i % size]), mine[i - n]
-            if isinstance(entry, dict) and entry.get(name, self) is its[i]:
-                entry[name] = mine[i]
-        return True
+        now = now or _Snapshot(optimizer)
+        for holders in zip(optimizer.param_groups, self._options, now._options, strict=False):
+            _restore(*holders)
+        state = own["state"]
+        _restore(state, self._state, now._state)
+        for key, items in self._entries.items():
+            entry = state.get(key)
+            if key in now._entries and isinstance(entry, dict):
+                _restore(entry, items, now._entries[key])
 
     def take_entry(self, other: _Snapshot, param: Tensor) -> None:
-        mine = [(i, i + 3 + 2 * n) for i, n in self._entries() if self._state[i] is param]
-        its = [(i, i + 3 + 2 * n) for i, n in other._entries() if other._state[i] is param]
-        for begin, end in mine:
-            self._state[begin:end] = [x for i, j in its for x in other._state[i:j]]
+        pairs = (self._state, other._state), (self._entries, other._entries)
+        for mine, its in pairs:
+            mine.pop(param, None)
+            mine.update((key, its[key]) for key in (param,) if key in its)
 
 
-def _restore(holder: dict[str, Any], items: dict[str, Any], now: dict[str, Any]) -> None:
+_NOTHING = object()
+
+
+def _restore(holder: dict[Any, Any], items: dict[Any, Any], now: dict[Any, Any]) -> None:
+    """Where the holder has what it had `now`, it gets what is in items."""
+    if are_same([*now], [*items]) and are_same([*now.values()], [*items.values()]):
+        return
     for name, value in items.items():
-        if name not in now or now[name] is not value:
+        then = now.get(name, _NOTHING)
+        if value is not then and holder.get(name, _NOTHING) is then:
             holder[name] = value
     for name in now.keys() - items.keys():
-        holder.pop(name, None)
+        if holder.get(name, _NOTHING) is now[name]:
+            del holder[name]
 
 
 def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:

@@ -145,7 +145,7 @@ class Registered(Updater):
             self._know(slot, state.get(param))
         if not self.is_unconfirmed():
             torch.ops.optfuse.note_versions(self._plan, list(range(len(slots))))
-            self._used = Settings(optimizer, self._stock)
+            self._used = Settings(optimizer)
         return True
 
     def _know(self, slot: int, entry: Entry | None) -> None:

@@ -394,15 +394,22 @@ def test_a_wrapper_around_pytorchs_wrapper_is_part_of_the_step():
     assert torch.equal(train(True), train(False))
 
 
-def test_what_a_script_notes_between_backward_and_step_stays():
+def test_what_a_script_notes_between_backward_and_step_is_refused_and_stays():
+    """The class's step() could read it."""
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = optfuse.fuse(KINDS["Elementwise"]([param]), "backward")
     for i in range(5):
         (param * param).sum().backward()
-        optimizer.a_note = optimizer.param_groups[0]["another note"] = i
+        if i > 2:
+            optimizer.a_note = i
+            with pytest.raises(optfuse.Error, match="the optimizer's attribute 'a_note'"):
+                optimizer.step()
+            optimizer.param_groups[0]["another note"] = i
+            with pytest.raises(optfuse.Error, match="the option 'another note'"):
+                optimizer.step()
         optimizer.step()
-        assert optimizer.a_note == optimizer.param_groups[0]["another note"] == i
         optimizer.zero_grad()
+    assert optimizer.a_note == optimizer.param_groups[0]["another note"] == 4
     assert "ran 3 times" in optfuse.explain(optimizer)
 
 

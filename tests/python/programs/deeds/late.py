@@ -328,9 +328,16 @@ def look_at_the_order_of_state(world):
     world.see("saved", list(optimizer.state_dict()["state"]))
 
 
-@deed("before step", kinds=("RegisteredTensors", "AdaBelief"), is_option=(False, True), every=True)
+@deed(
+    "before step",
+    kinds=("RegisteredTensors",),
+    is_option=(False, True),
+    every=True,
+    backward=raises("between backward() and step()", "'last_loss'"),
+    goes_on=True,
+)
 def notes_before_step(world, is_option):
-    """Names that the class's code does not have."""
+    """Nobody looks whether the class's code reads them."""
     if is_option:
         world.optimizer().param_groups[0]["last_loss"] = 1.0
     else:
