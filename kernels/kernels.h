@@ -168,7 +168,7 @@ const of_rule *of_rule_find(const char *name); /* NULL if there is none */
  * that it does not use. */
 bool of_rule_takes_roots(const of_rule *rule, const double *hyper, double step);
 /* The kernels on GPUs that update float32 parameters whose state is bfloat16, under the name that
- * of_cuda_update and their plain C row have; NULL: the rule has none. */
+ * of_gpu_update and their plain C row have; NULL: the rule has none. */
 const char *of_rule_mixed(const of_rule *rule);
 
 /* The kernels, ended by a row whose rule is NULL. */

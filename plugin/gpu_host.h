@@ -19,9 +19,9 @@
 extern "C" {
 #endif
 
-/* cuda/cuda_kernels.h has their members. */
-typedef struct of_cuda_update of_cuda_update;
-typedef struct of_cuda_entry of_cuda_entry;
+/* gpu_update.h has their members. */
+typedef struct of_gpu_update of_gpu_update;
+typedef struct of_gpu_entry of_gpu_entry;
 
 /* A stream of a device. `id` is the host's name for it. */
 typedef struct of_stream {
@@ -46,8 +46,8 @@ typedef struct of_gpu_host {
     /* Puts the update of n tensors on the stream. Refuses if the stream is capturing
      * another graph than `stream` says, as count() does. The update's `device` and `stream`
      * are the host's to fill in; the entries' arrays are those of collect(). */
-    bool (*launch)(void *ctx, const of_stream *stream, of_cuda_update *update,
-                   const of_cuda_entry *entries, size_t n);
+    bool (*launch)(void *ctx, const of_stream *stream, of_gpu_update *update,
+                   const of_gpu_entry *entries, size_t n);
     /* *event stands for all work that is on the stream now. *event is NULL or an
      * event to use again. */
     bool (*record)(void *ctx, const of_stream *stream, void **event);

@@ -3,7 +3,7 @@
  * and set of scalars go in one call of the host. */
 #include <string.h>
 
-#include "cuda/cuda_kernels.h"
+#include "gpu_update.h"
 #include "internal.h"
 
 enum { CALL_ENTRIES = 512 }; /* and step counters, in one call of the host, on the stack */
@@ -30,8 +30,8 @@ static of_list take_call(of_list *list) {
     return call;
 }
 
-static of_cuda_entry entry_of(const of_inputs *in) {
-    of_cuda_entry entry = {.param = in->param,
+static of_gpu_entry entry_of(const of_inputs *in) {
+    of_gpu_entry entry = {.param = in->param,
                            .grad = (void *)(uintptr_t)in->grad,
                            .n = (size_t)in->numel,
                            .step_at = in->step_at,
@@ -82,7 +82,7 @@ static bool subtract_flag(of_plan *plan, const of_list *call) {
                                            first->in.found_inf_at);
 }
 
-static size_t entries_of(const of_list *call, of_cuda_entry *entries) {
+static size_t entries_of(const of_list *call, of_gpu_entry *entries) {
     size_t n = 0;
     for (const of_update *u = call->first; u; u = u->next)
         if (!u->gone)
@@ -96,12 +96,12 @@ static const char *kernels_of(const of_plan *plan, const of_update *update) {
     return update->in.mixed ? of_rule_mixed(plan->rule) : plan->rule->name;
 }
 
-static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry *entries,
+static bool run_kernels(of_plan *plan, const of_list *call, const of_gpu_entry *entries,
                         size_t n) {
     const of_update *first = call->first;
     double hyper[OF_MAX_HYPER];
     memcpy(hyper, first->scalars, sizeof hyper);
-    of_cuda_update update = {.rule = kernels_of(plan, first),
+    of_gpu_update update = {.rule = kernels_of(plan, first),
                              .dtype = first->in.dtype,
                              .hyper = hyper,
                              .lr_at = first->in.lr_at,
@@ -114,7 +114,7 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_cuda_entry 
 
 /* later: what is launched after this call. */
 static bool run(of_plan *plan, const of_list *call, const of_list *later) {
-    of_cuda_entry entries[CALL_ENTRIES];
+    of_gpu_entry entries[CALL_ENTRIES];
     const of_update *first = call->first;
     const size_t n = entries_of(call, entries);
     if (n == 0)

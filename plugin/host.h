@@ -54,7 +54,7 @@ typedef struct of_inputs {
     of_stream stream;           /* where the update belongs: the same one; or, in backward
                                    mode, a side stream, which is made to wait for it */
     float *step_at;             /* the state counter, if it is on the device; or NULL */
-    const float *lr_at;         /* scalars on the device, as in of_cuda_update; or NULL. */
+    const float *lr_at;         /* scalars on the device, as in of_gpu_update; or NULL. */
     const float *grad_scale_at; /* Nobody may change them until release() */
     const float *found_inf_at;
     const void *factor_at; /* of a scaling: the factor, of the type of the computation. The core

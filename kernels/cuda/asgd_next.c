@@ -6,15 +6,15 @@
 #include "launch.h"
 #include "rules/asgd_foreach.h"
 
-of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,
-                             const of_cuda_entry *entries, size_t n_entries) {
+of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_gpu_update *update,
+                             const of_gpu_entry *entries, size_t n_entries) {
     asgd_foreach_scalars s;
     CUkernel kernel = NULL;
     of_cuda_status status = of_cuda_find_single(driver, OF_CUDA_ASGD_NEXT, &kernel);
     memcpy(&s, update->hyper, sizeof s);
     of_cuda_numbers table = {.lr = s.lr, .growth = s.growth, .alpha = s.alpha, .t0 = s.t0};
     for (size_t i = 0; i < n_entries && status == OF_CUDA_OK; i++) {
-        const of_cuda_entry *e = &entries[i];
+        const of_gpu_entry *e = &entries[i];
         table.at[table.n].step = e->step_at;
         table.at[table.n].eta = e->numbers_at[asgd_eta];
         table.at[table.n++].mu = e->numbers_at[asgd_mu];

@@ -63,7 +63,7 @@ const char *of_cuda_rules(void) {
         ;
 }
 
-of_cuda_status of_cuda_rule(const of_cuda_update *update, of_cuda_state *state,
+of_cuda_status of_cuda_rule(const of_gpu_update *update, of_cuda_state *state,
                             of_cuda_common *common, bool early) {
     memset(common, 0, sizeof *common);
     common->lr_at = update->lr_at;

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#include "../program.h"
+#include "../gpu_update.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -34,43 +34,6 @@ typedef enum of_cuda_status {
     OF_CUDA_FAILED       /* the driver reported an error */
 } of_cuda_status;
 
-/* One tensor: device pointers, dense, of the update's dtype. `grad` is written
- * only if there is a gradient scale. state[] in the rule's order; unused ones
- * are not read. */
-typedef struct of_cuda_entry {
-    void *param;
-    void *grad;
-    void *state[OF_MAX_STATE];
-    size_t n;             /* elements; 0 is allowed */
-    const float *step_at; /* number of this update, on the device; or NULL: */
-    double step;          /* the number itself, >= 1. (Prepared scalars have it in them.) */
-    /* Device: numbers beside the step, of rules that have of_rule.counts_on_gpu. The update
-     * reads the numbers, then writes those of the next update, which follow from *step_at. */
-    float *numbers_at[OF_MAX_COUNTERS];
-} of_cuda_entry;
-
-/* The common arguments of the tensors of one call. A device scalar, where given,
- * is read by the kernel when it runs. */
-typedef struct of_cuda_update {
-    const char *rule;
-    of_dtype dtype;
-    int device; /* ordinal, used if no context is current */
-    /* In the rule's order; or what of_rule.prepare_gpu() made of them, for rules that have
-     * it: then nothing else but the factor may be on the device. */
-    const double *hyper;
-    const float *lr_at;         /* device; instead of the lr in hyper, or NULL */
-    const float *grad_scale_at; /* device; gradients are divided by it, or NULL */
-    const float *found_inf_at;  /* device; 1 skips the update, or NULL */
-    /* Device, of the type of the computation: float, or double for float64. Before anything
-     * else gradients are multiplied by it, rounded to their dtype; or NULL. */
-    const void *factor_at;
-    void *stream; /* CUstream or cudaStream_t */
-    uint32_t chunk; /* elements that a block updates, a multiple of 64; 0: by the launch's size */
-    /* For rules that run programs: of_program_check() has passed it. It has at most 256
-     * instructions, and together 12 temporaries and state tensors up to the last that it uses. */
-    const of_program *program;
-} of_cuda_update;
-
 OF_CUDA_API int of_cuda_abi_version(void);
 /* This library's of_rules_text (kernels.h): another one has its options in another order. */
 OF_CUDA_API const char *of_cuda_rules(void);
@@ -82,21 +45,21 @@ OF_CUDA_API of_cuda_status of_cuda_open(void);
  * the rule has numbers on the device, the one that makes the next ones, into its device. A first
  * launch does it too, but may then have to wait for the device, which it must not while
  * a graph is captured. */
-OF_CUDA_API of_cuda_status of_cuda_prepare(const of_cuda_update *update);
+OF_CUDA_API of_cuda_status of_cuda_prepare(const of_gpu_update *update);
 /* For tests: OF_CUDA_FAILED if one of these kernels is not loaded, OF_CUDA_UNSUPPORTED if the
  * driver, one before 12.4, does not say. */
-OF_CUDA_API of_cuda_status of_cuda_check_loaded(const of_cuda_update *update);
+OF_CUDA_API of_cuda_status of_cuda_check_loaded(const of_gpu_update *update);
 
 /* Updates n_entries tensors on update->stream: one launch per table, which has
  * room for several hundred tensors; then, if they have numbers on the device, makes
  * those of the next by launches of their own. The rule "scaling" has no options and no state:
  * the parameter becomes the gradient times *factor_at, and may be the same memory. "adam_mixed" is
  * "adam" for float32 parameters whose state is bfloat16. */
-OF_CUDA_API of_cuda_status of_cuda_launch(const of_cuda_update *update,
-                                          const of_cuda_entry *entries, size_t n_entries);
+OF_CUDA_API of_cuda_status of_cuda_launch(const of_gpu_update *update,
+                                          const of_gpu_entry *entries, size_t n_entries);
 
 /* Adds 1 to n_steps step counts on the device, before the updates that read them. With less_at
- * subtracts *less_at: of_cuda_update.found_inf_at, behind the updates, whatever is there. */
+ * subtracts *less_at: of_gpu_update.found_inf_at, behind the updates, whatever is there. */
 OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
                                            const float *less_at, int device, void *stream);
 

@@ -13,7 +13,7 @@ enum { BLOCKS_EACH = 4, VECTOR_BYTES = 16 };
 /* One call of of_cuda_launch. */
 typedef struct call {
     const of_driver *driver;
-    const of_cuda_update *update;
+    const of_gpu_update *update;
     const of_cuda_kernels *kernels;
     of_cuda_state state;
     size_t code; /* words of the program before the first entry */
@@ -42,7 +42,7 @@ static bool misplaced(const void *array, size_t size) {
     return !array || (uintptr_t)array % size != 0;
 }
 
-static of_cuda_status check_numbers(const call *c, const of_cuda_entry *entry, size_t index) {
+static of_cuda_status check_numbers(const call *c, const of_gpu_entry *entry, size_t index) {
     const unsigned numbers = c->table.common.numbers;
     bool right = numbers == 0 || entry->step_at;
     for (unsigned i = 0; i < numbers; i++)
@@ -51,7 +51,7 @@ static of_cuda_status check_numbers(const call *c, const of_cuda_entry *entry, s
                  : of_cuda_fail(OF_CUDA_INVALID, "entry %zu: a number misplaced", index);
 }
 
-static of_cuda_status check_entry(const call *c, const of_cuda_entry *entry, size_t index) {
+static of_cuda_status check_entry(const call *c, const of_gpu_entry *entry, size_t index) {
     if (entry->n > MOST_ELEMENTS)
         return of_cuda_fail(OF_CUDA_INVALID, "entry %zu: a tensor of %zu elements", index,
                             entry->n);
@@ -112,14 +112,14 @@ static of_cuda_status flush(call *c) {
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(c->driver, result, "launch");
 }
 
-static uint64_t step_word(const of_cuda_entry *entry) {
+static uint64_t step_word(const of_gpu_entry *entry) {
     const float step = (float)entry->step;
     uint32_t bits;
     memcpy(&bits, &step, sizeof bits);
     return entry->step_at ? (uint64_t)(uintptr_t)entry->step_at : bits;
 }
 
-static void append(call *c, const of_cuda_entry *entry) {
+static void append(call *c, const of_gpu_entry *entry) {
     of_cuda_common *common = &c->table.common;
     uint64_t *word = c->table.words + c->code + common->entries * c->stride;
     *word++ = (uint64_t)(uintptr_t)entry->param;
@@ -136,7 +136,7 @@ static void append(call *c, const of_cuda_entry *entry) {
     c->elements += entry->n;
 }
 
-static of_cuda_status add(call *c, const of_cuda_entry *entry) {
+static of_cuda_status add(call *c, const of_gpu_entry *entry) {
     const of_cuda_common *common = &c->table.common;
     const bool full =
         c->code + (common->entries + 1) * c->stride > OF_CUDA_WORDS(OF_CUDA_LARGE_BYTES);
@@ -166,7 +166,7 @@ static of_cuda_status put_program(call *c) {
     return OF_CUDA_OK;
 }
 
-static of_cuda_status begin(call *c, const of_cuda_update *update) {
+static of_cuda_status begin(call *c, const of_gpu_update *update) {
     of_cuda_status status;
     CUdevice device = 0;
     int major = 0;
@@ -196,7 +196,7 @@ static of_cuda_status begin(call *c, const of_cuda_update *update) {
 typedef of_cuda_status use_fn(const of_driver *driver, CUkernel kernel);
 
 /* For all kernels of the update. */
-static of_cuda_status use_kernels(const of_cuda_update *update, use_fn *use) {
+static of_cuda_status use_kernels(const of_gpu_update *update, use_fn *use) {
     call c;
     CUkernel single = NULL;
     of_cuda_status status = begin(&c, update);
@@ -215,15 +215,15 @@ static of_cuda_status use_kernels(const of_cuda_update *update, use_fn *use) {
     return status;
 }
 
-of_cuda_status of_cuda_prepare(const of_cuda_update *update) {
+of_cuda_status of_cuda_prepare(const of_gpu_update *update) {
     return use_kernels(update, of_cuda_load);
 }
 
-of_cuda_status of_cuda_check_loaded(const of_cuda_update *update) {
+of_cuda_status of_cuda_check_loaded(const of_gpu_update *update) {
     return use_kernels(update, of_cuda_look_loaded);
 }
 
-of_cuda_status of_cuda_launch(const of_cuda_update *update, const of_cuda_entry *entries,
+of_cuda_status of_cuda_launch(const of_gpu_update *update, const of_gpu_entry *entries,
                               size_t n_entries) {
     call c;
     of_cuda_status status = begin(&c, update);

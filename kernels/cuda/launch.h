@@ -12,7 +12,7 @@ typedef struct of_cuda_state {
 } of_cuda_state;
 
 /* Checks the rule, says which state it uses, and begins an empty table. */
-of_cuda_status of_cuda_rule(const of_cuda_update *update, of_cuda_state *state,
+of_cuda_status of_cuda_rule(const of_gpu_update *update, of_cuda_state *state,
                             of_cuda_common *common, bool early);
 
 /* Puts a program's instructions before the entries, and says how many rows of registers it uses.
@@ -21,7 +21,7 @@ const char *of_cuda_put_code(of_cuda_large_table *table, of_dtype dtype,
                              const of_program *program, unsigned *rows);
 
 /* The numbers that entries have on the device become those of the next update. */
-of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_cuda_update *update,
-                             const of_cuda_entry *entries, size_t n_entries);
+of_cuda_status of_cuda_next_numbers(const of_driver *driver, const of_gpu_update *update,
+                             const of_gpu_entry *entries, size_t n_entries);
 
 #endif

@@ -43,7 +43,7 @@ typedef struct of_cuda_common {
     uint32_t chunk;          /* elements that a block updates */
     uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
     uint8_t early;           /* of_cuda_early() of this chip */
-    uint8_t numbers;         /* of_cuda_entry.numbers_at that the rule has */
+    uint8_t numbers;         /* of_gpu_entry.numbers_at that the rule has */
     uint8_t runs_programs;
     uint16_t reads, writes; /* of_program.reads and writes */
     uint16_t code; /* instructions of the program; their words are before the first entry's */

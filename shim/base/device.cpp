@@ -61,7 +61,7 @@ bool same_capture(const of_stream &stream) {
     return false;
 }
 
-std::string range_name(const of_cuda_update &update, const of_cuda_entry *entries, size_t n) {
+std::string range_name(const of_gpu_update &update, const of_gpu_entry *entries, size_t n) {
     size_t elements = 0;
     for (size_t i = 0; i < n; i++)
         elements += entries[i].n;
@@ -87,7 +87,7 @@ bool count(void *, const of_stream *stream, float *const *steps, size_t n,
     });
 }
 
-bool launch(void *, const of_stream *stream, of_cuda_update *update, const of_cuda_entry *entries,
+bool launch(void *, const of_stream *stream, of_gpu_update *update, const of_gpu_entry *entries,
             size_t n) {
     return attempt("the launch of an update", "", false, [&] {
         const CudaLibrary *library = cuda_library();

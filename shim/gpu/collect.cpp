@@ -16,7 +16,7 @@ namespace optfuse {
 
 bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
                   of_dtype dtype, const double *hyper) {
-    of_cuda_update update = {};
+    of_gpu_update update = {};
     update.rule = rule;
     update.dtype = dtype;
     update.device = where.index();

@@ -13,7 +13,7 @@ struct Plan;
 struct References;
 struct Slot;
 
-// Those of a rule, into the device, which may have to wait for it. hyper: as of of_cuda_update.
+// Those of a rule, into the device, which may have to wait for it. hyper: as of of_gpu_update.
 bool load_kernels(const CudaLibrary *library, const char *rule, const c10::Device &where,
                   of_dtype dtype, const double *hyper);
 // mixed: as is_mixed() of plan/refuse.h says.

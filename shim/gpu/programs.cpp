@@ -30,8 +30,8 @@ bool prepare_programs(const c10::Device &device, of_dtype dtype) {
 }
 
 void run_on_gpu(const of_program &program, const c10::Device &device, of_dtype dtype,
-                const std::vector<of_cuda_entry> &entries) {
-    of_cuda_update update = {};
+                const std::vector<of_gpu_entry> &entries) {
+    of_gpu_update update = {};
     update.rule = kRule;
     update.dtype = dtype;
     update.hyper = kNoOptions;

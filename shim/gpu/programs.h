@@ -15,6 +15,6 @@ bool prepare_programs(const c10::Device &device, of_dtype dtype);
 // Runs one on the device's current stream, over all tensors in one launch, in no order. of_program_check()
 // has passed it.
 void run_on_gpu(const of_program &program, const c10::Device &device, of_dtype dtype,
-                const std::vector<of_cuda_entry> &entries);
+                const std::vector<of_gpu_entry> &entries);
 
 } // namespace optfuse

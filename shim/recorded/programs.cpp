@@ -168,8 +168,8 @@ void run_programs(const std::vector<of_part> &parts) {
     check(of_plan_run_programs(kernels(), parts.data(), parts.size()));
 }
 
-of_cuda_entry entry_of(const of_part &part) {
-    of_cuda_entry entry = {};
+of_gpu_entry entry_of(const of_part &part) {
+    of_gpu_entry entry = {};
     entry.param = part.memory[OF_REGISTER_PARAM];
     entry.grad = part.memory[OF_REGISTER_GRAD];
     if (entry.grad == nullptr) // the kernels want one

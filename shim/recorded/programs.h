@@ -15,7 +15,7 @@ namespace optfuse::recorded {
 void run_programs(const std::vector<of_part> &parts);
 
 // The memory of one on a GPU.
-of_cuda_entry entry_of(const of_part &part);
+of_gpu_entry entry_of(const of_part &part);
 
 // Tried once for each operator, instruction, dtype and device, on numbers of all kinds. On a GPU
 // that takes a wait of the host. made: by translate().

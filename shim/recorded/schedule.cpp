@@ -143,7 +143,7 @@ struct Launch {
     const of_program *program;
     c10::Device device;
     of_dtype dtype;
-    std::vector<of_cuda_entry> entries;
+    std::vector<of_gpu_entry> entries;
 };
 
 bool is_same(const of_program &a, const of_program &b) {

@@ -15,7 +15,7 @@ _lib = ctypes.CDLL(os.environ.get("OPTFUSE_CUDA_LIBRARY"))
 _lib.of_cuda_error.restype = ctypes.c_char_p
 
 
-class Entry(ctypes.Structure):  # kernels/cuda/cuda_kernels.h has both
+class Entry(ctypes.Structure):  # kernels/gpu_update.h has both
     _fields_ = [
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),

@@ -55,19 +55,19 @@ struct task {
     int tensors; // the elements are split between so many
 };
 
-static of_cuda_update update_of(const task &t) {
+static of_gpu_update update_of(const task &t) {
     static const double adam[OF_MAX_HYPER] = {1e-3, 0.9, 0.999, 1e-8, 0.01, 0, 0, 1};
     static const double sgd[OF_MAX_HYPER] = {1e-3, 0.9};
-    of_cuda_update update = {};
+    of_gpu_update update = {};
     update.rule = t.rule;
     update.dtype = t.dtype;
     update.hyper = strcmp(t.rule, "adam") == 0 ? adam : sgd;
     return update;
 }
 
-static std::vector<of_cuda_entry> entries_of(const task &t, const streams &s) {
+static std::vector<of_gpu_entry> entries_of(const task &t, const streams &s) {
     const size_t each = t.n / t.tensors, bytes = each * of_dtype_size(t.dtype);
-    std::vector<of_cuda_entry> entries(t.tensors);
+    std::vector<of_gpu_entry> entries(t.tensors);
     for (int i = 0; i < t.tensors; i++) {
         auto at = [&](int stream) {
             return stream < s.n ? (void *)((char *)s.at[stream] + i * bytes) : nullptr;
@@ -88,7 +88,7 @@ static float median(std::vector<float> values) {
     return values[values.size() / 2];
 }
 
-static void launch(const of_cuda_update &update, const of_cuda_entry *entries, size_t n) {
+static void launch(const of_gpu_update &update, const of_gpu_entry *entries, size_t n) {
     if (of_cuda_launch(&update, entries, n) == OF_CUDA_OK)
         return;
     fprintf(stderr, "%s\n", of_cuda_error());
@@ -115,8 +115,8 @@ static void free_streams(const streams &s) {
 static void measure(const task &t) {
     const size_t bytes = t.n * of_dtype_size(t.dtype);
     const streams s = streams_of(t);
-    const of_cuda_update update = update_of(t);
-    const std::vector<of_cuda_entry> entries = entries_of(t, s);
+    const of_gpu_update update = update_of(t);
+    const std::vector<of_gpu_entry> entries = entries_of(t, s);
     std::vector<float> ours, theirs;
     const auto with = [&] { launch(update, entries.data(), entries.size()); };
     const auto without = [&] { run_no_math(s); };

@@ -80,12 +80,12 @@ static size_t random_length(uint64_t *random) {
     }
 }
 
-static of_cuda_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used, size_t index,
+static of_gpu_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used, size_t index,
                             uint64_t *random) {
     static const double steps[] = {1, 2, 17, 1000};
     const size_t n = random_length(random);
     const size_t shared = random_next(random) % 2 ? 0 : random_next(random) % 16; // elements
-    of_cuda_entry entry = {};
+    of_gpu_entry entry = {};
     t->mine.mixed = t->wanted.mixed = mixed;
     arrays_place(&t->mine, dtype, n, used, random);
     arrays_place(&t->wanted, dtype, n, used, random);
@@ -115,7 +115,7 @@ static of_cuda_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used
 }
 
 // ASGD's counters are all on the device.
-static void upload_numbers(tensor *t, of_cuda_entry *entry, size_t index, uint64_t *random) {
+static void upload_numbers(tensor *t, of_gpu_entry *entry, size_t index, uint64_t *random) {
     static const double etas[] = {0.01, 0.3}, mus[] = {1.0, 1.0 / 3.0};
     t->numbers[asgd_eta] = (float)pick(random, etas, 2);
     t->numbers[asgd_mu] = (float)pick(random, mus, 2);
@@ -129,7 +129,7 @@ static void upload_numbers(tensor *t, of_cuda_entry *entry, size_t index, uint64
 // The scalars of a rule that has them prepared: one set for all tensors of a launch.
 static double prepared[OF_MAX_HYPER];
 
-static void prepare(const of_rule *rule, of_cuda_update *update, uint64_t *random) {
+static void prepare(const of_rule *rule, of_gpu_update *update, uint64_t *random) {
     static const double steps[] = {1, 2, 17, 1000};
     of_count count = {};
     count.step = pick(random, steps, 4);
@@ -151,7 +151,7 @@ static bool has_inverse_root() {
 }
 
 // Without the one operator that a CPU has not.
-static void take_program(of_cuda_update *update, uint64_t *random) {
+static void take_program(of_gpu_update *update, uint64_t *random) {
     do
         program = random_program(code, false, OF_CUDA_REGISTERS, random);
     while (has_inverse_root());
@@ -189,7 +189,7 @@ static bool numbers_differ(const tensor *t) {
     return memcmp(both[0], both[1], sizeof both[0]) != 0;
 }
 
-static void expect(tensor *t, const of_rule *rule, const of_cuda_update &update, of_cuda_scalars s,
+static void expect(tensor *t, const of_rule *rule, const of_gpu_update &update, of_cuda_scalars s,
                    bool scaled) {
     const unsigned used = state_used(rule, s.hyper);
     const of_dtype dtype = update.dtype;
@@ -245,7 +245,7 @@ static size_t differing(tensor *t) {
 }
 
 // A launch after of_cuda_prepare() has nothing left to load, which it must not in a capture.
-static void check_prepared(const of_cuda_update &update) {
+static void check_prepared(const of_gpu_update &update) {
     of_cuda_status status = of_cuda_prepare(&update);
     if (status == OF_CUDA_OK)
         status = of_cuda_check_loaded(&update);
@@ -258,7 +258,7 @@ static void check_prepared(const of_cuda_update &update) {
 static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int major,
                           uint64_t *random) {
     of_cuda_scalars s = {};
-    of_cuda_entry entries[TENSORS];
+    of_gpu_entry entries[TENSORS];
     random_options(rule, s.hyper, random);
     const float lr = 0.25f, scale = 1024.0f, infinite = 0.0f;
     const float factor = dtype == OF_FLOAT64 ? 0.0f : 0.3f;
@@ -271,7 +271,7 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int m
     s.grad_scale = scale;
     s.factor = random_next(random) % 2 ? &wide : NULL;
     s.early = of_cuda_early(major, dtype);
-    of_cuda_update update = {};
+    of_gpu_update update = {};
     update.rule = mixed ? of_rule_mixed(rule) : rule->name;
     update.dtype = dtype;
     update.hyper = s.hyper;

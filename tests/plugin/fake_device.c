@@ -96,7 +96,7 @@ static void exchange(void *ctx, const of_stream *stream) {
     device.current = (int)stream->id;
 }
 
-static void use_all(const of_cuda_update *update, const of_cuda_entry *entry, int stream) {
+static void use_all(const of_gpu_update *update, const of_gpu_entry *entry, int stream) {
     fake_timeline_access(&device.timeline, stream, entry->param, true, "the update");
     if (update->factor_at)
         fake_timeline_access(&device.timeline, stream, update->factor_at, false, "the update");
@@ -110,13 +110,13 @@ static void use_all(const of_cuda_update *update, const of_cuda_entry *entry, in
             fake_timeline_access(&device.timeline, stream, entry->state[i], true, "the update");
 }
 
-static void multiply(const of_cuda_update *update, const of_cuda_entry *entry) {
+static void multiply(const of_gpu_update *update, const of_gpu_entry *entry) {
     const double factors[OF_MAX_FACTORS] = {(double)*(const float *)update->factor_at, 1.0};
     of_scale_find(update->dtype, OF_ISA_C)(entry->param, entry->grad, entry->n, factors);
 }
 
 /* With the CPU's kernel, so that the fixture's yardstick holds here too. */
-static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
+static void compute(const of_gpu_update *update, const of_gpu_entry *entry) {
     if (strcmp(update->rule, "scaling") == 0) {
         multiply(update, entry);
         return;
@@ -138,8 +138,8 @@ static void compute(const of_cuda_update *update, const of_cuda_entry *entry) {
         kernel->run(&span, scalars);
 }
 
-static bool launch(void *ctx, const of_stream *stream, of_cuda_update *update,
-                   const of_cuda_entry *entries, size_t n) {
+static bool launch(void *ctx, const of_stream *stream, of_gpu_update *update,
+                   const of_gpu_entry *entries, size_t n) {
     (void)ctx;
     const int id = (int)stream->id;
     if (++device.launches == device.fail_launch || device.capture[id] != stream->capture) {

@@ -114,6 +114,12 @@ def test_the_core_includes_no_planner() -> None:
     assert not wrong, f"the core includes planners: {wrong}"
 
 
+def test_the_core_includes_no_kernels_of_one_device() -> None:
+    core, _ = folders_of_the_core()
+    found = {name(p): i for p in core for i in includes(p) if i.startswith(('"cpu/', '"cuda/'))}
+    assert not found, "its host calls them"
+
+
 def test_planners_include_of_the_core_what_says_that_they_failed() -> None:
     _, planners = folders_of_the_core()
     own = {f'"{path.relative_to(ROOT / "plugin")}"' for path in planners}

@@ -100,7 +100,7 @@ static size_t random_length(size_t longest, uint64_t *random) {
 static void fill_numbers(batch *b, size_t i, uint64_t *random) {
     static const double etas[] = {0.01, 0.3, 1e-6, 2.0}, mus[] = {1.0, 0.5, 1.0 / 3.0, 1e-5};
     batch_tensor *t = &b->tensors[i];
-    of_cuda_entry *entry = &b->entries[i];
+    of_gpu_entry *entry = &b->entries[i];
     t->numbers[asgd_eta] = (float)pick(random, etas, 4);
     t->numbers[asgd_mu] = (float)pick(random, mus, 4);
     memcpy(t->wanted_numbers, t->numbers, sizeof t->numbers);
@@ -126,7 +126,7 @@ static void fill_halves(arrays *a, uint64_t *random) {
 static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     static const double steps[] = {1, 2, 100, 100000};
     batch_tensor *t = &b->tensors[i];
-    of_cuda_entry *entry = &b->entries[i];
+    of_gpu_entry *entry = &b->entries[i];
     const of_dtype dtype = b->update.dtype;
     const size_t longest = i < LONG_TENSORS ? b->longest : SHORT_LENGTH;
     const size_t n = random_length(longest, random) % (longest + 1);
@@ -144,7 +144,7 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     t->step_on_device = i ? b->tensors[i - 1].step_on_device : random_next(random) & 1;
     if (random_next(random) % 1000 == 0 || (b->n < LONG_TENSORS && random_next(random) % 8 == 0))
         t->step_on_device = !t->step_on_device;
-    *entry = (of_cuda_entry){.param = t->mine.at[0],
+    *entry = (of_gpu_entry){.param = t->mine.at[0],
                              .grad = t->mine.at[1],
                              .n = n,
                              .step_at = t->step_on_device ? &t->step : NULL,
@@ -192,7 +192,7 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     if (random_next(random) % 2)
         b->factor = near_halves(dtype, random);
     b->wide_factor = dtype == OF_FLOAT64 ? 1.0 / 3.0 : (double)b->factor;
-    b->update = (of_cuda_update){.rule = b->mixed ? of_rule_mixed(rule) : rule->name,
+    b->update = (of_gpu_update){.rule = b->mixed ? of_rule_mixed(rule) : rule->name,
                                  .dtype = dtype,
                                  .hyper = b->hyper,
                                  .lr_at = random_next(random) % 2 ? &b->lr : NULL,
@@ -229,7 +229,7 @@ static bool is_at_a_four(const void *array, of_dtype dtype) {
 }
 
 /* Whether PyTorch would take the tensor in fours. */
-static bool in_fours(const of_cuda_entry *entry, const arrays *of, unsigned used) {
+static bool in_fours(const of_gpu_entry *entry, const arrays *of, unsigned used) {
     bool all = entry->n % 4 == 0 && is_at_a_four(entry->param, of->dtype) &&
                is_at_a_four(entry->grad, of->dtype);
     for (unsigned i = 0; i < OF_MAX_STATE; i++)

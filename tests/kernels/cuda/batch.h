@@ -19,11 +19,11 @@ typedef struct batch_tensor {
 
 typedef struct batch {
     batch_tensor *tensors;
-    of_cuda_entry *entries;
+    of_gpu_entry *entries;
     size_t n, most, longest;
     const of_rule *rule;
     bool mixed; /* set before the batch is filled: its state is bfloat16, by of_rule_mixed() */
-    of_cuda_update update;
+    of_gpu_update update;
     double hyper[OF_MAX_HYPER];
     double prepared[OF_MAX_HYPER]; /* scalars, if the rule has them prepared: for all tensors */
     of_instruction code[MOST_INSTRUCTIONS]; /* of a rule that runs programs */

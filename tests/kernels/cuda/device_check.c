@@ -101,9 +101,9 @@ static void check_the_check(batch *b, uint64_t seed) {
 static void check_tables(void) {
     float values[64] __attribute__((aligned(16))) = {0};
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {
+    const of_gpu_update update = {
         .rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper, .stream = values};
-    of_cuda_entry entry = {.param = values, .grad = values + 32, .n = 4, .step = 1};
+    of_gpu_entry entry = {.param = values, .grad = values + 32, .n = 4, .step = 1};
     host.launches = 0;
     check(of_cuda_launch(&update, NULL, 0) == OF_CUDA_OK && host.launches == 0,
           "no tensors, no launch");
@@ -122,7 +122,7 @@ static void check_tables(void) {
     check(of_cuda_check_loaded(&update) == OF_CUDA_OK, "the driver is asked whether they are");
     host.loaded[0] = '\0';
     check(of_cuda_check_loaded(&update) == OF_CUDA_FAILED, "and one that is not is told");
-    const of_cuda_update asgd = {.rule = "asgd", .dtype = OF_FLOAT64, .hyper = hyper};
+    const of_gpu_update asgd = {.rule = "asgd", .dtype = OF_FLOAT64, .hyper = hyper};
     host.loaded[0] = '\0';
     check(of_cuda_prepare(&asgd) == OF_CUDA_OK && strstr(host.loaded, "of_cuda_asgd_next "),
           "and what renews its numbers");
@@ -133,12 +133,12 @@ static void check_tables(void) {
 static size_t blocks_for(of_dtype dtype, size_t n, uint32_t chunk) {
     static double values[1 << 20] __attribute__((aligned(16)));
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {.rule = "sgd", .dtype = dtype, .hyper = hyper, .chunk = chunk};
+    const of_gpu_update update = {.rule = "sgd", .dtype = dtype, .hyper = hyper, .chunk = chunk};
     const size_t most = sizeof values / sizeof *values;
-    of_cuda_entry entries[20];
+    of_gpu_entry entries[20];
     size_t n_entries = 0;
     for (size_t left = n; left > 0; left -= entries[n_entries++].n)
-        entries[n_entries] = (of_cuda_entry){
+        entries[n_entries] = (of_gpu_entry){
             .param = values, .grad = values, .n = left < most ? left : most, .step = 1};
     host.multiprocessors = 132;
     host.launches = 0;
@@ -174,8 +174,8 @@ static bool rounds_l2(int major, bool maximize, size_t n, bool (*is_rounded)(siz
                                         [adam_eps] = 1e-8,
                                         [adam_weight_decay] = 1 + 0x1p-12,
                                         [adam_maximize] = maximize};
-    const of_cuda_update update = {.rule = "adam", .dtype = OF_FLOAT32, .hyper = hyper};
-    const of_cuda_entry entry = {
+    const of_gpu_update update = {.rule = "adam", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_gpu_entry entry = {
         .param = param, .grad = grad, .state = {average, square}, .n = n, .step = 1};
     for (size_t i = 0; i < n; i++) {
         param[i] = 1 + 0x1p-12f;
@@ -215,8 +215,8 @@ static void check_lanes(void) {
 static void check_errors(void) {
     float values[8] __attribute__((aligned(16))) = {1, 1, 1, 1, 1, 1, 1, 1};
     const double hyper[OF_MAX_HYPER] = {0.1};
-    of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
-    of_cuda_entry entries[2] = {{.param = values, .grad = values + 4, .n = 4, .step = 1},
+    of_gpu_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    of_gpu_entry entries[2] = {{.param = values, .grad = values + 4, .n = 4, .step = 1},
                                 {.param = NULL, .grad = values, .n = 4, .step = 1}};
     host.launches = 0;
     check(of_cuda_launch(&update, entries, 2) == OF_CUDA_INVALID && host.launches == 0 &&
@@ -237,7 +237,7 @@ static void check_errors(void) {
           "prepared scalars go with none on the device");
     update.lr_at = NULL;
     update.rule = "asgd";
-    of_cuda_entry counted = {.param = values, .grad = values, .state = {values}, .n = 4};
+    of_gpu_entry counted = {.param = values, .grad = values, .state = {values}, .n = 4};
     float number = 1.0f;
     counted.step_at = counted.numbers_at[0] = &number;
     host.launches = 0;
@@ -254,8 +254,8 @@ static void check_programs(void) {
     for (int i = 0; i <= OF_CUDA_MOST_CODE; i++)
         code[i] = (of_instruction){.operation = OF_OPERATOR_add, .b = OF_REGISTER_GRAD, .s = -0.5};
     of_program program = {.code = code, .n = OF_CUDA_MOST_CODE};
-    of_cuda_update update = {.rule = "programs", .dtype = OF_FLOAT32, .hyper = hyper};
-    of_cuda_entry entry = {.param = values, .grad = values + 4, .n = 4, .step = 1};
+    of_gpu_update update = {.rule = "programs", .dtype = OF_FLOAT32, .hyper = hyper};
+    of_gpu_entry entry = {.param = values, .grad = values + 4, .n = 4, .step = 1};
     check(!of_program_check(&program), "a program of the largest size");
     check(of_cuda_prepare(&update) == OF_CUDA_OK, "kernels are loaded before there is a program");
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "which a launch needs");
@@ -299,12 +299,12 @@ static bool scaling_agrees(of_dtype dtype, arrays *mine, arrays *wanted, uint64_
     arrays_fill(wanted, random);
     arrays_place_aligned(mine, dtype, n, 0, random_next(random) % 2 ? 16 : 1, random);
     arrays_copy(mine, wanted);
-    const of_cuda_update update = {.rule = "scaling",
+    const of_gpu_update update = {.rule = "scaling",
                                    .dtype = dtype,
                                    .hyper = hyper,
                                    .factor_at =
                                        dtype == OF_FLOAT64 ? (void *)factors : (void *)&single};
-    const of_cuda_entry entry = {.param = mine->at[0], .grad = mine->at[0], .n = n, .step = 1};
+    const of_gpu_entry entry = {.param = mine->at[0], .grad = mine->at[0], .n = n, .step = 1};
     of_scale_find(dtype, OF_ISA_C)(wanted->at[0], wanted->at[0], n, factors);
     int array;
     size_t element;
@@ -375,8 +375,8 @@ static void check_capture(void) {
 static void check_loading(void) {
     float values[8] __attribute__((aligned(16))) = {0};
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
-    const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
+    const of_gpu_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_gpu_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
     host.fail_load = CUDA_ERROR_UNSUPPORTED_PTX_VERSION;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_FAILED &&
               strstr(of_cuda_error(), "update the driver, or build"),
@@ -389,8 +389,8 @@ static void check_loading(void) {
 static void check_contexts(void) {
     float values[8] __attribute__((aligned(16))) = {0};
     const double hyper[OF_MAX_HYPER] = {0.1};
-    of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
-    const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
+    of_gpu_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_gpu_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
     host_context = false;
     host.retained = 0;
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK && host_context,
@@ -409,9 +409,9 @@ static void check_contexts(void) {
 static void check_most_elements(void) {
     float values[4] __attribute__((aligned(16))) = {1, 1, 1, 1};
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
-    const of_cuda_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
-    of_cuda_entry entries[] = {entry, entry, entry};
+    const of_gpu_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_gpu_entry entry = {.param = values, .grad = values, .n = 4, .step = 1};
+    of_gpu_entry entries[] = {entry, entry, entry};
     entries[1].step_at = values; /* another kind of step, so that the first table is full */
     entries[2].n = ((size_t)1 << 36) + 1;
     host.launches = 0;
@@ -423,7 +423,7 @@ static void check_most_elements(void) {
 /* cuFuncLoad is of CUDA 12.4: before, a function is asked for and loaded when launched. */
 static int without_function_load(void) {
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_gpu_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
     host.no_function_load = true;
     check(of_cuda_prepare(&update) == OF_CUDA_OK && strstr(host.found, "of_cuda_sgd_float32") &&
               !host.loaded[0],
@@ -435,7 +435,7 @@ static int without_function_load(void) {
 /* Code of CUDA 13 does not load under a driver of CUDA 12.8: the PTX for older ones does. */
 static int with_older_code(void) {
     const double hyper[OF_MAX_HYPER] = {0.1};
-    const of_cuda_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
+    const of_gpu_update update = {.rule = "sgd", .dtype = OF_FLOAT32, .hyper = hyper};
     host.version = 12080;
     check(of_cuda_prepare(&update) == OF_CUDA_OK && host.loaded_older,
           "a driver of the release before gets the PTX for older drivers");

@@ -50,7 +50,7 @@ static void fill_packing(input *in, size_t n, of_dtype dtype, uint64_t *random) 
 static void fill_scaling(input *in, of_dtype dtype, uint64_t *random) {
     batch *b = &in->b;
     batch_fill(b, of_rule_find("sgd"), dtype, true, random);
-    b->update = (of_cuda_update){.rule = "scaling",
+    b->update = (of_gpu_update){.rule = "scaling",
                                  .dtype = dtype,
                                  .hyper = b->hyper,
                                  .factor_at = dtype == OF_FLOAT64 ? (void *)&b->wide_factor
