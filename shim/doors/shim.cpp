@@ -184,7 +184,7 @@ int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_
 
 namespace {
 
-bool is_kept(const optfuse::Slot *slot) {
+[[gnu::flatten]] bool is_kept(const optfuse::Slot *slot) {
     const at::Tensor &grad = slot->param->grad();
     return grad.defined() && optfuse::is_of_use(grad.unsafeGetTensorImpl(), slot->used);
 }
