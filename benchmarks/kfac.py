@@ -11,10 +11,9 @@ from typing import Any
 import kfac_cost
 import kfac_rank
 import kfac_shapes
-import torch
 from figures import columns, progress, title
 from kfac_rank import MOST, STACKS
-from kfac_shapes import PAPERS_LINK, packed
+from kfac_shapes import PAPERS_LINK, fused_finish, packed
 from link import Network
 from two_processes import WORLD, pair
 
@@ -59,7 +58,7 @@ def simulated(found: dict[str, Any], name: str, network: Network) -> float:
     line = network.latency_ms / 1e3, network.ms_per_mb / 1e9
     messages = [4 * packed(sizes[slot]) for slot in order]
     at = [ms / 1e3 for ms in ready]
-    finish = 1e3 * torch.ops.optfuse.fused_finish(at, messages, group, *line, 0.0)
+    finish = 1e3 * fused_finish(at, messages, group, line)
     rows = 8 * 4 * len(sizes) // 2  # then four numbers a layer, of which all wait for
     return float(max(0.0, finish - step) + 1e3 * network.seconds(rows))
 

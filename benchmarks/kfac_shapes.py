@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import isclose
 from typing import Any
 
@@ -104,18 +104,41 @@ def exposed_factors(fusion: str, network: Network) -> float:
         ready = [PASSES + FACTORS] * len(messages)
     ops = torch.ops.optfuse
     group = ops.fuse_messages(FUSIONS.index(fusion), ready, messages, *line, 0.0, THRESHOLD)
-    finish: float = ops.fused_finish(ready, messages, group, *line, 0.0)
-    return max(0.0, finish - PASSES - FACTORS)
+    return max(0.0, fused_finish(ready, messages, group, line) - PASSES - FACTORS)
+
+
+def fused_finish(
+    ready: Sequence[float], sizes: Sequence[int], group: Sequence[int], link: tuple[float, float]
+) -> float:
+    """When the last message is through, in seconds: each waits for its last part and for the
+    message before it."""
+    latest, through = 0.0, 0.0
+    parts = sorted(zip(group, ready, sizes, strict=True), key=lambda part: part[0])
+    for _, members in groupby(parts, key=lambda part: part[0]):
+        of = list(members)
+        latest = max(latest, *(at for _, at, _ in of))
+        through = max(through, latest) + link[0] + link[1] * sum(size for *_, size in of)
+    return through
 
 
 def inverses(scheme: Scheme, network: Network) -> float:
     """Seconds until every process has all inverses."""
     sizes = [d for la in resnet50() for d in (la.inputs, la.outputs)]
     cubic = INVERSES / sum(d**3 for d in sizes)
-    ops, line = torch.ops.optfuse, (network.latency_ms / 1e3, network.ms_per_mb / 1e9)
-    owner = ops.place_inverses(scheme.placement, sizes, PROCESSES, scheme.everywhere_below)
-    found: float = ops.simulate_inverses(sizes, owner, PROCESSES, cubic, BYTES, *line)
-    return found
+    latency, per_byte = network.latency_ms / 1e3, network.ms_per_mb / 1e9
+    owner: list[int] = torch.ops.optfuse.place_inverses(
+        scheme.placement, sizes, PROCESSES, scheme.everywhere_below
+    )
+    # Each process inverts its own from the smallest on, and then those of all. Broadcasts share a
+    # link, in the same order.
+    now, through, everywhere = [0.0] * PROCESSES, 0.0, 0.0
+    for d, process in sorted(zip(sizes, owner, strict=True), key=lambda one: one[0]):
+        if process < 0:
+            everywhere += cubic * d**3
+            continue
+        now[process] += cubic * d**3
+        through = max(through, now[process]) + latency + per_byte * BYTES * packed(d)
+    return max(through, max(now) + everywhere)
 
 
 def simulated() -> dict[str, Any]:

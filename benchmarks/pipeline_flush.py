@@ -6,6 +6,7 @@ GPipe, whose backward pass of a stage sends its message at its end."""
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline_orders import (
 )
 from pipeline_shapes import DEEP, layers
 
+from optfuse_layers.pipeline import planner
 from optfuse_layers.pipeline.plan import (
     KINDS,
     PipelinePlan,
@@ -28,7 +30,7 @@ from optfuse_layers.pipeline.plan import (
     PlannedLayer,
     Simulated,
     placed,
-    simulated_order,
+    simulated,
 )
 
 STAGES = (2, 4, 8, 16, 32)
@@ -68,6 +70,15 @@ def ours(strategy: str, stages: int, latency: float, in_flight: int = 0) -> Pipe
     options = {"in_flight": in_flight, "chunk": int(strategy == "modulo")}
     plan = placed(row, strategy, stages, (latency, 0.0), 2 * stages, 1, **options)
     return on(plan, [i % stages for i in range(turns * stages)])
+
+
+def simulated_order(
+    plan: PipelinePlan, batches: int, tasks: Sequence[tuple[int, ...]]
+) -> Simulated:
+    """Another order than the plan's. tasks: each a kind (its place in KINDS), a layer, a batch and
+    a process; all that the plan has."""
+    made = [planner.Task(*task) for task in tasks]
+    return simulated(plan, batches, (planner.Task * len(made))(*made))
 
 
 def whole(plan: PipelinePlan, batches: int) -> Simulated:

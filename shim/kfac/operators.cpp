@@ -130,35 +130,6 @@ std::vector<int64_t> fuse_messages(int64_t how, const std::vector<double> &ready
     return {group.begin(), group.end()};
 }
 
-// When the last group is through, in seconds.
-double fused_finish(const std::vector<double> &ready, const std::vector<int64_t> &bytes,
-                    const std::vector<int64_t> &group, double latency, double seconds_per_byte,
-                    double processor) {
-    const std::vector<uint64_t> sizes(bytes.begin(), bytes.end());
-    const std::vector<uint32_t> groups(group.begin(), group.end());
-    const of_network_link link = {latency, seconds_per_byte};
-    double finish = 0;
-    check(of_fused_finish(ready.data(), sizes.data(), groups.data(), sizes.size(), &link, processor,
-                          &finish));
-    return finish;
-}
-
-// The seconds until every process has every inverse; see of_simulate_inverses().
-double simulate_inverses(const std::vector<int64_t> &sizes, const std::vector<int64_t> &owner,
-                         int64_t processes, double cubic_coefficient, int64_t element_bytes,
-                         double latency, double seconds_per_byte) {
-    const std::vector<uint32_t> d(sizes.begin(), sizes.end());
-    const std::vector<int32_t> owners(owner.begin(), owner.end());
-    of_inversion cost = {};
-    cost.cubic_coefficient = cubic_coefficient;
-    cost.element_bytes = static_cast<uint64_t>(element_bytes);
-    cost.link = {latency, seconds_per_byte};
-    double seconds = 0;
-    check(of_simulate_inverses(&cost, d.data(), owners.data(), d.size(),
-                               static_cast<size_t>(processes), &seconds));
-    return seconds;
-}
-
 // The process that inverts each factor, or -1: all do. how: of_placement.
 std::vector<int64_t> place_inverses(int64_t how, const std::vector<int64_t> &sizes,
                                     int64_t processes, int64_t everywhere_below) {
@@ -196,12 +167,6 @@ TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("fuse_messages(int how, float[] ready, int[] bytes, float latency, "
           "float seconds_per_byte, float processor, int threshold) -> int[]",
           optfuse::fuse_messages);
-    m.def("fused_finish(float[] ready, int[] bytes, int[] group, float latency, "
-          "float seconds_per_byte, float processor) -> float",
-          optfuse::fused_finish);
-    m.def("simulate_inverses(int[] sizes, int[] owner, int processes, float cubic_coefficient, "
-          "int element_bytes, float latency, float seconds_per_byte) -> float",
-          optfuse::simulate_inverses);
     m.def("place_inverses(int how, int[] sizes, int processes, int everywhere_below) -> int[]",
           optfuse::place_inverses);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The process that inverts each factor, and when every process has all inverses. */
+/* The process that inverts each factor. */
 #include <math.h>
 
 #include "fixture.h"
@@ -77,34 +77,25 @@ TEST(resnet_50_is_balanced_as_well_as_it_was_elsewhere) {
 
 typedef struct work {
     uint32_t sizes[MOST];
-    int32_t owner[MOST];
     size_t n, processes;
 } work;
 
 static work random_factors(void) {
     work w = {.n = random_below(MOST + 1), .processes = 1 + random_below(PROCESSES)};
-    for (size_t i = 0; i < w.n; i++) {
+    for (size_t i = 0; i < w.n; i++)
         w.sizes[i] = (uint32_t)random_below(9);
-        w.owner[i] = (int32_t)random_below(w.processes + 1) - 1;
-    }
     return w;
 }
 
-/* The rank of factor i, counted: how many come before it. */
-static size_t rank_of(const work *w, size_t i, bool descending) {
-    size_t before = 0;
-    for (size_t j = 0; j < w->n; j++) {
-        const bool first = descending ? w->sizes[j] > w->sizes[i] : w->sizes[j] < w->sizes[i];
-        before += first || (w->sizes[j] == w->sizes[i] && j < i);
+/* The factor before which so many come: the largest first. */
+static size_t at_rank(const work *w, size_t rank) {
+    for (size_t i = 0;; i++) {
+        size_t before = 0;
+        for (size_t j = 0; j < w->n; j++)
+            before += w->sizes[j] > w->sizes[i] || (w->sizes[j] == w->sizes[i] && j < i);
+        if (before == rank)
+            return i;
     }
-    return before;
-}
-
-static size_t at_rank(const work *w, size_t rank, bool descending) {
-    size_t i = 0;
-    while (rank_of(w, i, descending) != rank)
-        i++;
-    return i;
 }
 
 static double cube(uint32_t size) {
@@ -125,7 +116,7 @@ TEST(owners_are_those_of_the_definition) {
         reported[w.processes] = 78;
         OK(of_place_inverses(how, w.sizes, w.n, w.processes, below, owner, reported));
         for (size_t rank = 0; rank < w.n; rank++) {
-            const size_t i = how == OF_PLACEMENT_BALANCED ? at_rank(&w, rank, true) : rank;
+            const size_t i = how == OF_PLACEMENT_BALANCED ? at_rank(&w, rank) : rank;
             if (how == OF_PLACEMENT_EVERYWHERE || w.sizes[i] < below) {
                 ck_assert_int_eq(owner[i], OF_EVERY_PROCESS);
                 everywhere += cube(w.sizes[i]);
@@ -175,114 +166,4 @@ TEST(bad_placements_are_refused_and_change_nothing) {
     ck_assert(owners[0] == 71 && owners[1] == 72 && load[0] == 73 && load[1] == 74);
     OK(of_place_inverses(OF_PLACEMENT_BALANCED, NULL, 0, 2, 0, NULL, load));
     ck_assert(load[0] == 0 && load[1] == 0);
-}
-
-static double simulate(const work *w, of_inversion cost) {
-    double seconds = -1;
-    OK(of_simulate_inverses(&cost, w->sizes, w->owner, w->n, w->processes, &seconds));
-    return seconds;
-}
-
-/* When factor i's process has inverted it. */
-static double inverted_at(const work *w, const of_inversion *cost, size_t i) {
-    double at = 0;
-    for (size_t j = 0; j < w->n; j++)
-        if (w->owner[j] == w->owner[i] &&
-            rank_of(w, j, cost->descending) <= rank_of(w, i, cost->descending))
-            at += cost->cubic_coefficient * cube(w->sizes[j]);
-    return at;
-}
-
-/* The last broadcast is through when all from any one on have been sent since that was ready:
- * the latest of these moments is the true one. */
-static double seconds_by_chains(const work *w, const of_inversion *cost) {
-    double all = 0, everywhere = 0, sent = 0;
-    for (size_t rank = w->n; rank-- > 0;) {
-        const size_t i = at_rank(w, rank, cost->descending);
-        if (w->owner[i] == OF_EVERY_PROCESS) {
-            everywhere += cost->cubic_coefficient * cube(w->sizes[i]);
-            continue;
-        }
-        const double elements = w->sizes[i] * (w->sizes[i] + 1.0) / 2;
-        if (w->processes > 1)
-            sent += cost->link.latency +
-                    elements * (double)cost->element_bytes * cost->link.seconds_per_byte;
-        all = fmax(all, inverted_at(w, cost, i) + sent);
-    }
-    for (size_t i = 0; i < w->n; i++)
-        if (w->owner[i] != OF_EVERY_PROCESS)
-            all = fmax(all, inverted_at(w, cost, i) + everywhere);
-    return fmax(all, everywhere);
-}
-
-TEST(the_seconds_of_inverses_are_those_of_the_longest_chain) {
-    for (int round = 0; round < MANY; round++) {
-        const work w = random_factors();
-        const of_inversion cost = {.cubic_coefficient = (double)random_below(3),
-                                   .element_bytes = random_below(5),
-                                   .link = {.latency = (double)random_below(40),
-                                            .seconds_per_byte = (double)random_below(4)},
-                                   .descending = random_below(2)};
-        const double seconds = simulate(&w, cost), expected = seconds_by_chains(&w, &cost);
-        ck_assert_msg(seconds == expected, "round %d: %g instead of %g", round, seconds, expected);
-    }
-}
-
-/* Whole milliseconds, on 4 processes with the link of the paper. */
-static double resnet_50_inverted(const factors *f, bool descending) {
-    const of_inversion cost = {.cubic_coefficient = 1e-12,
-                               .element_bytes = 4,
-                               .link = {.latency = 9.29e-4, .seconds_per_byte = 1.4335e-9 / 4},
-                               .descending = descending};
-    int32_t owner[RESNET_FACTORS];
-    double seconds = -1;
-    OK(of_place_inverses(OF_PLACEMENT_BALANCED, f->sizes, f->n, 4, 0, owner, NULL));
-    OK(of_simulate_inverses(&cost, f->sizes, owner, f->n, 4, &seconds));
-    return round(1e3 * seconds);
-}
-
-TEST(resnet_50_is_inverted_sooner_with_its_smallest_factors_first) {
-    const factors f = resnet50();
-    ck_assert_double_eq(resnet_50_inverted(&f, false), 211);
-    ck_assert_double_eq(resnet_50_inverted(&f, true), 309);
-}
-
-TEST(bad_simulations_are_refused_and_change_nothing) {
-    static const uint32_t two[] = {1, 2};
-    static const double bad[] = {-1, NAN, INFINITY};
-    double seconds = 71, *out;
-    int32_t owners[2], *owner;
-    const uint32_t *sizes;
-    of_inversion inversion, *cost;
-    size_t n, processes;
-#undef REFUSED
-#define REFUSED(change, words)                                                                     \
-    do {                                                                                           \
-        inversion = (of_inversion){.cubic_coefficient = 1, .element_bytes = 4};                    \
-        cost = &inversion;                                                                         \
-        owners[0] = 0, owners[1] = 1;                                                              \
-        n = processes = 2;                                                                         \
-        sizes = two;                                                                           \
-        owner = owners;                                                                            \
-        out = &seconds;                                                                            \
-        change;                                                                                    \
-        INVALID(of_simulate_inverses(cost, sizes, owner, n, processes, out), words);               \
-    } while (0)
-    for (size_t i = 0; i < 3; i++) {
-        REFUSED(cost->cubic_coefficient = bad[i], "");
-        REFUSED(cost->link.latency = bad[i], "");
-        REFUSED(cost->link.seconds_per_byte = bad[i], "");
-    }
-    REFUSED(cost->element_bytes = UINT64_MAX / 2, "does not fit 64 bits");
-    REFUSED(cost->cubic_coefficient = 1e308, "out of range");
-    REFUSED(processes = 0, "processes");
-    REFUSED(n = SIZE_MAX, "");
-    REFUSED(cost = NULL, "");
-    REFUSED(sizes = NULL, "");
-    REFUSED(owner = NULL, "");
-    REFUSED(out = NULL, "");
-    REFUSED(processes = 1, "factor 1 is inverted by process 1 of 1");
-    REFUSED(owner[0] = -2, "factor 0 is inverted by process -2");
-    REFUSED(owner[0] = INT32_MIN, "factor 0");
-    ck_assert_double_eq(seconds, 71);
 }

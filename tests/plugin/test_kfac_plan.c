@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The messages that are fused, and when the last of them is through. */
+/* The messages that are fused. */
 #include "planners/kfac/messages.h"
 
 #include <math.h>
@@ -88,6 +88,16 @@ typedef struct fused {
     double finish;
 } fused;
 
+/* Of the groups of the first messages. */
+static double finish_of(const work *w, const fused *f, size_t end) {
+    work first = *w;
+    unsigned closed = 0;
+    first.n = end;
+    for (size_t i = 0; i + 1 < end; i++)
+        closed |= (unsigned)(f->group[i] != f->group[i + 1]) << i;
+    return finish_by_definition(&first, closed);
+}
+
 static fused fuse(const work *w, of_fusion how, uint64_t threshold) {
     fused f = {.n_groups = 77};
     f.group[w->n] = 78;
@@ -95,7 +105,7 @@ static fused fuse(const work *w, of_fusion how, uint64_t threshold) {
                         &f.n_groups));
     ck_assert_uint_eq(f.group[w->n], 78);
     ck_assert_uint_eq(f.n_groups, (size_t)f.group[w->n - 1] + 1);
-    OK(of_fused_finish(w->ready, w->bytes, f.group, w->n, &w->link, w->processor, &f.finish));
+    f.finish = finish_of(w, &f, w->n);
     return f;
 }
 
@@ -134,25 +144,6 @@ TEST(each_fusion_has_the_groups_of_its_definition) {
             ck_assert_msg(f.group[i] == rows[k].group[i], "row %zu, message %zu: %u instead of %u",
                           k, i, f.group[i], rows[k].group[i]);
     }
-}
-
-TEST(a_finish_is_that_of_the_definition) {
-    for (int round = 0; round < MANY; round++) {
-        const work w = round % 2 ? random_messages() : random_messages_that_cost();
-        const unsigned closed = (unsigned)random_below(1u << (w.n - 1));
-        uint32_t group[MOST] = {0};
-        for (size_t i = 1; i < w.n; i++)
-            group[i] = group[i - 1] + (closed >> (i - 1) & 1u);
-        double finish = -1;
-        OK(of_fused_finish(w.ready, w.bytes, group, w.n, &w.link, w.processor, &finish));
-        ck_assert_double_eq(finish, finish_by_definition(&w, closed));
-    }
-}
-
-static double finish_of(const work *w, const fused *f, size_t end) {
-    double finish = -1;
-    OK(of_fused_finish(w->ready, w->bytes, f->group, end, &w->link, w->processor, &finish));
-    return finish;
 }
 
 /* The finish of the group that ends before `end` is the least; no larger group is as early. */
@@ -259,9 +250,6 @@ TEST(no_message_is_a_plan_of_no_group) {
         OK(of_fuse_messages((of_fusion)how, NULL, NULL, 0, &link, how % 2, 1, NULL, &n_groups));
         ck_assert_uint_eq(n_groups, 0);
     }
-    double finish = 7;
-    OK(of_fused_finish(NULL, NULL, NULL, 0, &link, 1, &finish));
-    ck_assert_double_eq(finish, 0);
 }
 
 /* Two messages that are fine, until a test spoils one thing. */
@@ -313,7 +301,6 @@ TEST(bad_messages_are_refused_and_change_nothing) {
 TESTS(missing_arrays_are_refused, 5) {
     uint32_t groups[] = {0, 0};
     size_t count;
-    double finish;
     const double *ready = row == 0 ? NULL : fine.ready;
     const uint64_t *bytes = row == 1 ? NULL : fine.bytes;
     const of_network_link *link = row == 2 ? NULL : &fine.link;
@@ -321,18 +308,4 @@ TESTS(missing_arrays_are_refused, 5) {
     INVALID(of_fuse_messages(OF_FUSION_EACH, ready, bytes, 2, link, 0, 0, group,
                              row == 4 ? NULL : &count),
             "");
-    INVALID(of_fused_finish(ready, bytes, group, 2, link, 0, row == 4 ? NULL : &finish), "");
-}
-
-TEST(groups_that_are_none_have_no_finish) {
-    static const double ready[3] = {0};
-    static const uint64_t bytes[3] = {1, 1, 1};
-    static const uint32_t bad[][3] = {
-        {1, 1, 1}, {0, 2, 2}, {0, 1, 0}, {UINT32_MAX, 0, 0}, {0, 0, UINT32_MAX}};
-    double finish = 71;
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
-        INVALID(of_fused_finish(ready, bytes, bad[i], 3, &fine.link, 0, &finish),
-                "Take groups from of_fuse_messages()");
-    }
-    ck_assert_double_eq(finish, 71);
 }

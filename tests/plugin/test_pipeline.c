@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "planners/pipeline/cut.h"
 #include "random_pipeline.h"
 
 enum { CUTS = 2000, PLANS = 1000 };
@@ -22,44 +23,33 @@ static double least_cut(const double *costs, size_t n, size_t parts) {
     return best;
 }
 
+static double sum_of(const void *costs, size_t from, size_t to, size_t r) {
+    double sum = 0;
+    for (size_t i = from; i < to; i++)
+        sum += ((const double *)costs)[i];
+    return sum / (double)r;
+}
+
 TEST(the_cut_is_the_best_of_all) {
     for (int k = 0; k < CUTS; k++) {
         double costs[10], largest, most = 0;
         const size_t n = random_below(11), parts = 1 + random_below(6);
-        size_t first[8] = {[7] = 99};
+        of_stage stages[7] = {[6] = {.from = 99}};
+        size_t n_stages = 77, next = 0;
         for (size_t i = 0; i < n; i++)
             costs[i] = (double)random_below(30);
-        OK(of_pipeline_cut(costs, n, parts, first, &largest));
+        const of_stage_loads loads = {.load = sum_of, .of = costs, .n = n, .most_replicas = 1};
+        OK(of_cut_stages(&loads, parts, stages, &n_stages, &largest));
         ck_assert_double_eq(largest, least_cut(costs, n, parts));
-        ck_assert(first[0] == 0 && first[parts] == n && first[7] == 99);
-        for (size_t s = 0; s < parts; s++) {
-            double sum = 0;
-            ck_assert(first[s] < first[s + 1] ||
-                      first[s] == n); /* no part before others is empty */
-            for (size_t i = first[s]; i < first[s + 1]; i++)
-                sum += costs[i];
-            most = fmax(most, sum);
+        ck_assert(n_stages <= parts && stages[6].from == 99);
+        for (size_t s = 0; s < n_stages; s++) {
+            ck_assert(stages[s].from == next && stages[s].to > next && stages[s].process == s);
+            next = stages[s].to;
+            most = fmax(most, sum_of(costs, stages[s].from, next, 1));
         }
+        ck_assert(next == n);
         ck_assert_double_eq(most, largest);
     }
-}
-
-TEST(bad_cuts_are_refused_and_change_nothing) {
-    double costs[] = {1, 2, 3}, largest = 77;
-    size_t first[4] = {5, 5, 5, 5};
-    INVALID(of_pipeline_cut(costs, 3, 0, first, &largest), "");
-    INVALID(of_pipeline_cut(costs, 3, SIZE_MAX, first, &largest), "");
-    INVALID(of_pipeline_cut(costs, SIZE_MAX, 3, first, &largest), "");
-    INVALID(of_pipeline_cut(NULL, 3, 3, first, &largest), "");
-    INVALID(of_pipeline_cut(costs, 3, 3, NULL, &largest), "");
-    static const double bad[] = {-1, NAN, INFINITY};
-    for (int i = 0; i < 3; i++) {
-        costs[1] = bad[i];
-        INVALID(of_pipeline_cut(costs, 3, 3, first, &largest), "cost 1 is");
-    }
-    costs[0] = costs[1] = 1e308;
-    INVALID(of_pipeline_cut(costs, 3, 3, first, &largest), "out of range");
-    ck_assert(first[0] == 5 && first[3] == 5 && largest == 77);
 }
 
 /* The seconds a batch of each process, by the places alone. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fusion.c: which messages are fused, and when the last of them is through. */
+/* fusion.c: which messages are fused. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -204,40 +204,4 @@ of_status of_fuse_messages(of_fusion how, const double *ready, const uint64_t *b
         *n_groups = number_groups(last, n, group);
     free(last);
     return status;
-}
-
-static of_status check_groups(const uint32_t *group, size_t n) {
-    uint32_t open = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (group[i] != open && (i == 0 || group[i] != open + 1))
-            return of_fail(OF_INVALID,
-                           "message %zu is in group %u: the first must be in group 0, any other in "
-                           "that of the message before it or in the next. Take groups from "
-                           "of_fuse_messages()",
-                           i, (unsigned)group[i]);
-        open = group[i];
-    }
-    return OF_OK;
-}
-
-of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
-                          size_t n, const of_network_link *link, double processor, double *finish) {
-    messages m = {0};
-    of_status status = check(&m, ready, bytes, n, link, processor, group, finish);
-    if (status == OF_OK)
-        status = check_groups(group, n);
-    if (status != OF_OK)
-        return status;
-    double now = 0, all_ready = 0;
-    for (size_t i = 0; i < n;) {
-        const uint32_t number = group[i];
-        uint64_t together = 0;
-        for (; i < n && group[i] == number; i++) {
-            together += bytes[i];
-            all_ready = of_later(all_ready, ready[i]);
-        }
-        now = of_later(now, all_ready + number * processor) + seconds_of(&m, together);
-    }
-    *finish = now;
-    return OF_OK;
 }

@@ -52,13 +52,6 @@ OF_API of_status of_fuse_messages(of_fusion how, const double *ready, const uint
                                   size_t n, const of_network_link *link, double processor,
                                   uint64_t threshold_bytes, uint32_t *group, size_t *n_groups);
 
-/* When the last group is through, 0 for n = 0: a group starts when the group before it is through
- * and all messages up to its last one are ready, which the groups before it delay. OF_INVALID also:
- * the groups are not contiguous and numbered from 0 in ascending order. */
-OF_API of_status of_fused_finish(const double *ready, const uint64_t *bytes, const uint32_t *group,
-                                 size_t n, const of_network_link *link, double processor,
-                                 double *finish);
-
 typedef enum of_placement {
     OF_PLACEMENT_BALANCED,    /* the largest factor first, each on the least loaded process */
     OF_PLACEMENT_ROUND_ROBIN, /* in their order, each on the next process */
@@ -80,25 +73,6 @@ typedef enum of_placement {
 OF_API of_status of_place_inverses(of_placement how, const uint32_t *sizes, size_t n,
                                    size_t processes, uint32_t everywhere_below, int32_t *owner,
                                    double *load);
-
-/* The costs of inverses and their broadcasts. */
-typedef struct of_inversion {
-    double cubic_coefficient; /* a factor of size d is inverted in this * d^3 seconds */
-    uint64_t element_bytes;   /* an inverse is sent as d(d+1)/2 elements of so many bytes */
-    of_network_link link;     /* of all broadcasts */
-    bool descending;          /* the largest first, for comparison; else the smallest */
-} of_inversion;
-
-/* The seconds until every process has every inverse. Each process inverts its own in ascending
- * order of size (or descending; of equal sizes the lower index first), and then those of
- * OF_EVERY_PROCESS, which nobody waits for. The broadcasts share a link and run beside that, in
- * the same order over all processes: each waits for its inverse and for the broadcast before it.
- * With one process nothing is sent.
- * OF_INVALID: an owner that is no process, or costs that are negative or out of range.
- * OF_NO_MEMORY. */
-OF_API of_status of_simulate_inverses(const of_inversion *cost, const uint32_t *sizes,
-                                      const int32_t *owner, size_t n, size_t processes,
-                                      double *seconds);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* placement.c: which process inverts which factor, and when all have all inverses. */
+/* placement.c: which process inverts which factor. */
 #include <stdlib.h>
 
 #include "fail.h"
@@ -16,11 +16,6 @@ static double cube(uint32_t size) {
 
 static int by_index(const factor *x, const factor *y) {
     return (x->index > y->index) - (x->index < y->index);
-}
-
-static int smaller_first(const void *a, const void *b) {
-    const factor *x = a, *y = b;
-    return x->size != y->size ? (x->size > y->size) - (x->size < y->size) : by_index(x, y);
 }
 
 static int larger_first(const void *a, const void *b) {
@@ -98,90 +93,4 @@ of_status of_place_inverses(of_placement how, const uint32_t *sizes, size_t n, s
     free(factors);
     free(loads);
     return room ? OF_OK : of_fail(OF_NO_MEMORY, "out of memory for the inverses of %zu factors", n);
-}
-
-static uint64_t bytes_of(const of_inversion *cost, uint32_t size) {
-    return (uint64_t)size * ((uint64_t)size + 1) / 2 * cost->element_bytes;
-}
-
-/* now: of each process, zeros. Each goes on alone, and a broadcast waits for none that comes
- * after it, so one pass in the common order sees everything in time. */
-static double simulate(const of_inversion *cost, const factor *factors, const int32_t *owner,
-                       size_t n, size_t processes, double *now) {
-    double everywhere = 0, all = 0;
-    for (size_t i = 0; i < n; i++) {
-        const factor *f = &factors[i];
-        const double took = cost->cubic_coefficient * cube(f->size);
-        if (owner[f->index] == OF_EVERY_PROCESS) {
-            everywhere += took;
-            continue;
-        }
-        const size_t process = (size_t)owner[f->index];
-        now[process] += took;
-        if (processes > 1)
-            all =
-                of_later(now[process], all) + of_seconds_over(&cost->link, bytes_of(cost, f->size));
-    }
-    for (size_t p = 0; p < processes; p++)
-        all = of_later(all, now[p] + everywhere);
-    return all;
-}
-
-static of_status check_cost(const of_inversion *cost) {
-    if (!of_is_time(cost->cubic_coefficient))
-        return of_fail(OF_INVALID,
-                       "an inverse of a factor of size d takes %g * d^3 s: that may be neither "
-                       "negative nor infinite",
-                       cost->cubic_coefficient);
-    return of_check_network_link(&cost->link);
-}
-
-static of_status check_factors(const of_inversion *cost, const uint32_t *sizes,
-                               const int32_t *owner, size_t n, size_t processes) {
-    for (size_t i = 0; i < n; i++) {
-        if (owner[i] < OF_EVERY_PROCESS || (owner[i] >= 0 && (size_t)owner[i] >= processes))
-            return of_fail(OF_INVALID,
-                           "factor %zu is inverted by process %d of %zu: give a process from 0, or "
-                           "OF_EVERY_PROCESS",
-                           i, (int)owner[i], processes);
-        const uint64_t elements = (uint64_t)sizes[i] * ((uint64_t)sizes[i] + 1) / 2;
-        if (elements && cost->element_bytes > UINT64_MAX / elements)
-            return of_fail(OF_INVALID,
-                           "the inverse of factor %zu, %u x %u with %llu bytes an element, does "
-                           "not fit 64 bits",
-                           i, (unsigned)sizes[i], (unsigned)sizes[i],
-                           (unsigned long long)cost->element_bytes);
-    }
-    return OF_OK;
-}
-
-static of_status check(const of_inversion *cost, const uint32_t *sizes, const int32_t *owner,
-                       size_t n, size_t processes, const double *seconds) {
-    if (!cost || !seconds || (n && (!sizes || !owner)))
-        return of_fail(OF_INVALID, "a simulation of inverses needs costs, sizes, owners and an "
-                                   "output");
-    of_status status = check_counts(n, processes);
-    if (status == OF_OK)
-        status = check_cost(cost);
-    return status == OF_OK ? check_factors(cost, sizes, owner, n, processes) : status;
-}
-
-of_status of_simulate_inverses(const of_inversion *cost, const uint32_t *sizes,
-                               const int32_t *owner, size_t n, size_t processes, double *seconds) {
-    const of_status status = check(cost, sizes, owner, n, processes, seconds);
-    if (status != OF_OK)
-        return status;
-    factor *factors = ordered(sizes, n, cost->descending ? larger_first : smaller_first);
-    double *now = calloc(processes, sizeof *now);
-    const bool room = factors && now;
-    const double all = room ? simulate(cost, factors, owner, n, processes, now) : 0;
-    free(factors);
-    free(now);
-    if (!room)
-        return of_fail(OF_NO_MEMORY, "out of memory for a simulation of %zu inverses", n);
-    if (!of_is_time(all))
-        return of_fail(OF_INVALID, "the seconds of %zu inverses are out of range: check the costs",
-                       n);
-    *seconds = all;
-    return OF_OK;
 }

@@ -104,24 +104,17 @@ typedef struct of_pipeline_task {
     double start, end; /* seconds, by of_pipeline_simulate() */
 } of_pipeline_task;
 
-/* Cuts n costs into at most `parts` contiguous, non-empty parts so that the largest sum is the
- * least possible; exact, in O(parts n^2). first: of each part the first index, and of parts that
- * are not used n; room for parts + 1, of which the last is n. largest: that sum, or NULL.
- * OF_INVALID: no part, or a cost that is negative or not finite. OF_NO_MEMORY. */
-OF_API of_status of_pipeline_cut(const double *costs, size_t n, size_t parts, size_t *first,
-                                 double *largest);
-
 /* Writes the n places by p->strategy; p->places is not read. largest: the seconds a batch of the
  * process that has most to do, or NULL; messages are not part of it, but for those of
  * REPLICATED's updates.
  *
- * Whole layers: stages by of_pipeline_cut(), but MODULO deals chunks of layers to the processes in
- * turns. REPLICATED: likewise exact, among all stages with r
- * processes each, whose load is (the layers' seconds + the all-reduces of their weights) / r; an
- * all-reduce of m bytes is a ring, 2 (r - 1) messages of m / r bytes. INTRA, LAYERPIPE: fills
- * process after process up to a limit, which is raised from the mean load in steps until all
- * fits; stages, if that is not better. LAYERPIPE's plan is never worse than INTRA's. What a split
- * puts on a process is rounded down to OF_SPLIT_MULTIPLE channels.
+ * Whole layers: the stages whose largest load is the least possible, but MODULO deals chunks of
+ * layers to the processes in turns. REPLICATED: likewise exact, among all stages with r processes
+ * each, whose load is (the layers' seconds + the all-reduces of their weights) / r; an all-reduce of
+ * m bytes is a ring, 2 (r - 1) messages of m / r bytes. INTRA, LAYERPIPE: fills process after
+ * process up to a limit, which is raised from the mean load in steps until all fits; stages, if that
+ * is not better. LAYERPIPE's plan is never worse than INTRA's. What a split puts on a process is
+ * rounded down to OF_SPLIT_MULTIPLE channels.
  * OF_INVALID: what of_pipeline_check() says of the layers. OF_NO_MEMORY. */
 OF_API of_status of_pipeline_place_layers(const of_pipeline *p, const of_network_link *link,
                                           of_pipeline_place *places, double *largest);
@@ -169,16 +162,6 @@ typedef struct of_pipeline_report {
 OF_API of_status of_pipeline_simulate(const of_pipeline *p, const of_network_link *link,
                                       size_t batches, of_pipeline_task *tasks, size_t n_tasks,
                                       of_pipeline_report *report);
-
-/* Counts what is wrong with a schedule that has times: tasks that are unknown, doubled, missing,
- * misplaced, too short or too long; two at once or out of order on a process; a need that is not
- * met in time; an F that sees other updates than D says; updates of a layer, or dW of a group, out
- * of order; a batch that begins while in_flight of them are open. Any values may be in the tasks.
- * Relative tolerance of times: 1e-9. OF_INVALID: see of_pipeline_check(). OF_NO_MEMORY. */
-OF_API of_status of_pipeline_verify(const of_pipeline *p, const of_network_link *link,
-                                    const uint32_t *delays, size_t batches,
-                                    const of_pipeline_task *tasks, size_t n_tasks,
-                                    size_t *violations);
 
 #ifdef __cplusplus
 }
