@@ -22,6 +22,7 @@
 #include "guard.h"
 #include "host/first_use.h"
 #include "host/host.h"
+#include "memory/gradient.h"
 #include "memory/heap.h"
 #include "memory/memory.h"
 #include "native/native.h"
@@ -184,8 +185,8 @@ int of_shim_group(of_shim_plan *handle, size_t group, const double *hyper, size_
 
 namespace {
 
-[[gnu::flatten]] bool is_kept(const optfuse::Slot *slot) {
-    const at::Tensor &grad = slot->param->grad();
+bool is_kept(const optfuse::Slot *slot) {
+    const at::Tensor &grad = optfuse::gradient_of(slot->param);
     return grad.defined() && optfuse::is_of_use(grad.unsafeGetTensorImpl(), slot->used);
 }
 
@@ -248,7 +249,7 @@ bool casts(const optfuse::Slot *slot) {
 // and square roots earlier than its other operators.
 bool sets_threads(const optfuse::Slot *slot) {
     constexpr int64_t kRootsSharedOut = 2048;
-    if (!slot->param->device().is_cpu() || !slot->param->grad().defined())
+    if (!slot->param->device().is_cpu() || !optfuse::gradient_of(slot->param).defined())
         return false;
     const of_rule *rule = slot->plan->rule;
     const int64_t n = slot->param->numel();

@@ -88,7 +88,7 @@ typedef struct fused {
     double finish;
 } fused;
 
-/* Of the groups of the first messages. */
+/* The finish of the groups of the first messages. */
 static double finish_of(const work *w, const fused *f, size_t end) {
     work first = *w;
     unsigned closed = 0;
