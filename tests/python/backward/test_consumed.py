@@ -237,3 +237,75 @@ def test_the_storage_of_a_consumed_gradient_is_given_to_nobody():
     storage = grad.untyped_storage()
     assert storage.nbytes() == grad.numel() * 4 and not storage.is_shared()
     storage.resize_(0)
+
+
+def test_gradients_zeroed_by_hand_are_updated_in_backward_all_the_same():
+    model, optimizer = fused_backward()
+    for i in range(4):
+        before = weights(model)
+        loss_of(model, i).backward()
+        assert not any(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.zero_()
+
+
+def test_a_gradient_that_could_not_be_overwritten_is_still_consumed():
+    model, optimizer = fused_backward()
+    train(model, optimizer, 0)
+    grad = model[0].weight.grad
+    with pytest.raises(RuntimeError, match="must match"):
+        grad.copy_(torch.ones(5, 7))
+    refused(grad.sum, "already applied")
+    refused(lambda: grad.copy_(grad), "already applied")
+    refused(lambda: torch._foreach_copy_([grad], [model[2].weight.grad]), "already applied")
+    assert grad.zero_().count_nonzero() == 0
+
+
+def test_a_gradient_that_outlives_its_optimizer_may_be_overwritten():
+    model, optimizer = fused_backward()
+    loss_of(model, 0).backward()
+    del optimizer
+    assert model[0].weight.grad.fill_(2.0).mean() == 2
+
+
+# Gradients in memory of their own
+
+
+def hidden_of(model, x):
+    hidden, _ = model(x)
+    return hidden
+
+
+MODELS = {
+    "linear": lambda: (net(), lambda model: loss_of(model, 0)),
+    "convolution": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 3)),
+        lambda model: model(torch.ones(2, 3, 6, 6)).square().sum(),
+    ),
+    "recurrent": lambda: (
+        nn.LSTM(6, 8),
+        lambda model: hidden_of(model, torch.ones(3, 2, 6)).square().sum(),
+    ),
+    "attention": lambda: (
+        nn.TransformerEncoderLayer(8, 2, 16),
+        lambda model: model(torch.ones(3, 2, 8)).pow(3).sum(),
+    ),
+    "used twice": lambda: (
+        nn.Linear(6, 6),
+        lambda model: model(model(torch.ones(2, 6)).tanh()).square().sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradients_of_layers_are_their_own(name):
+    """So that their updates run inside backward."""
+    model, loss = MODELS[name]()
+    optimizer = optfuse.fuse(adamw(model.parameters()), mode="backward")
+    for i in range(4):
+        optimizer.zero_grad()
+        loss(model).backward()
+        created = optfuse.summary(optimizer).created
+        assert created == (i + 1) * len(list(model.parameters()))
+        optimizer.step()

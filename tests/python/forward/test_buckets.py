@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -25,19 +24,6 @@ def train(net: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[torch.
         net(torch.randn(4, WIDTH, generator=generator)).square().sum().backward()
         opt.step()
     return [p.detach().clone() for p in net.parameters()]
-
-
-def stock() -> list[torch.Tensor]:
-    net = model()
-    return train(net, torch.optim.AdamW(net.parameters(), fused=True), 5)
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward"])
-@pytest.mark.parametrize("bucket", [0, 1, 2000, BYTES // 2, BYTES, 1 << 30])
-def test_a_bucket_of_any_size_gives_the_bits_of_stock(bucket: int, mode: str) -> None:
-    net = model()
-    opt = optfuse.fuse(torch.optim.AdamW(net.parameters(), fused=True), mode, bucket_bytes=bucket)
-    assert all(map(torch.equal, train(net, opt, 5), stock()))
 
 
 def test_what_fits_a_bucket_runs_together() -> None:
@@ -81,10 +67,3 @@ def test_a_copy_has_the_buckets_of_the_original() -> None:
     net, opt = copy.deepcopy((net, opt))
     train(net, opt, 1)
     assert optfuse.summary(opt).at_close == 2 * LAYERS
-
-
-def test_other_numbers_are_refused() -> None:
-    opt = torch.optim.SGD(model().parameters(), 0.1)
-    with pytest.raises(optfuse.Error, match="bucket_bytes"):
-        optfuse.fuse(opt, bucket_bytes=-1)
-    assert type(opt) is torch.optim.SGD

@@ -80,6 +80,14 @@ class Stateless(Tensors):
                     self.update(group, p, None)
 
 
+class Drops(Tensors):
+    """Has used its gradients up."""
+
+    def update(self, group, p, state):
+        super().update(group, p, state)
+        p.grad = None
+
+
 class Flaky(Tensors):
     """Raises when a gradient is not finite."""
 

@@ -42,14 +42,6 @@ class Looks(Tensors):
         p.sub_(p.grad, alpha=group["lr"] / (1 + state["n"]))
 
 
-class Drops(Tensors):
-    """Has used its gradients up."""
-
-    def update(self, group, p, state):
-        super().update(group, p, state)
-        p.grad = None
-
-
 class MakesAll(Tensors):
     """Makes the state of all parameters at the first step."""
 
@@ -79,7 +71,7 @@ BREAKS = {
 
 @pytest.fixture(autouse=True)
 def registered():
-    classes = *KEEPS, *BREAKS, Interrupted, Drops, Logging, Busy, Odd
+    classes = *KEEPS, *BREAKS, Interrupted, Logging, Busy, Odd
     for cls in classes:
         optfuse.register(cls)
     yield
@@ -164,34 +156,6 @@ def test_what_comes_late_gets_one_step():
             yield from everything(model, optimizer)
 
     same(script, "backward")
-
-
-def test_gradients_that_are_set_by_hand_are_those_of_stock():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(Looks(model.parameters()))
-        for i in range(4):
-            optimizer.zero_grad()
-            if i % 2:
-                loss_of(model, i).backward(inputs=[model[0].weight])
-                model[4].weight.grad = torch.ones(3, 8)
-            optimizer.step()
-            yield from everything(model, optimizer)
-
-    same(script, "backward", prove=False)
-
-
-def test_a_class_that_drops_gradients():
-    def script(wrap):
-        model = net()
-        optimizer = wrap(Drops(model.parameters()))
-        for i in range(4):
-            loss_of(model, i).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield from everything(model, optimizer)
-
-    same(script, "backward", prove=False)
 
 
 LATE = {
@@ -283,22 +247,6 @@ def test_one_step_at_a_time():
     assert all(torch.equal(p, params[0]) for p in params)
 
 
-def test_accumulation():
-    def script(wrap):
-        model = net()
-        optimizer = Looks(model.parameters())
-        if wrap.fused:
-            optfuse.fuse(optimizer, optfuse.Backward(accumulate=2))
-        for i in range(8):
-            loss_of(model, i).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        yield from everything(model, optimizer)
-
-    same(script, "backward", prove=False)
-
-
 def test_groups_checkpoints_and_copies(python_updates):
     def script(wrap):
         model, more = net(), nn.Linear(3, 3)
@@ -316,15 +264,6 @@ def test_groups_checkpoints_and_copies(python_updates):
 
     same(script, "backward", prove=False)
     assert len(python_updates) == 3 * 6 + 6 * 8
-
-
-def test_a_fused_optimizer_that_is_given_back():
-    model = net()
-    optimizer = optfuse.fuse(Tensors(model.parameters()), "backward")
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optfuse.unfuse(optimizer)
-    assert type(optimizer) is Tensors and all(p.grad is None for p in model.parameters())
 
 
 def test_explain_names_loops_over_many_parameters():

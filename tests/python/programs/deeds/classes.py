@@ -2,17 +2,23 @@
 """Deeds by each class that has kernels, or operators in the order of its step()."""
 
 import copy
+import functools
+import math
 
 import numpy as np
 import torch
+from optim_entries import OURS
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from programs.deed import ALONE, BEFORE_FUSE, EITHER, deed
+import optfuse
+from programs.deed import ALONE, BEFORE_FUSE, BOOL, EITHER, EQUAL, deed, raises
 from programs.deeds.keeping import train_apart
 from programs.deeds.reading import saved
+from programs.models import numbers
 from programs.optimizers import CLASSES, has_no_attributes, made_by
 
 BY_EACH = {"weight": 0, "kinds": CLASSES}
@@ -322,3 +328,145 @@ def rate_that_a_scheduler_makes_float32(world):
     world.see("weights", [p.detach() for p in world.params()])
     group["lr"] = rate
     world.optimizer().zero_grad()
+
+
+# ---- Adafactor and Muon: PyTorch's operators in the order of the class's step()
+
+OPERATORS = {
+    "Adafactor": (
+        {},
+        {"lr": 1},
+        {"lr": 0.3, "weight_decay": 0.1, "maximize": True, "eps": (1e-5, 1e-2)},
+        {"beta2_decay": -0.3, "d": 2, "eps": [None, 0.5]},
+        {"foreach": True},
+        {"lr": torch.tensor(0.1)},
+    ),
+    "Muon": (
+        {},
+        {"lr": 0.1, "nesterov": False, "ns_steps": 3},
+        {"weight_decay": 0, "adjust_lr_fn": "match_rms_adamw", "eps": 1e-3},
+        {"adjust_lr_fn": "original", "momentum": 0.3, "ns_coefficients": (3, -4.5, 2.0)},
+        {"lr": torch.tensor(0.1, dtype=torch.float64)},
+    ),
+}
+OF_OPERATORS = {
+    f"{name} {i}": functools.partial(getattr(torch.optim, name), **options)
+    for name, every in OPERATORS.items()
+    for i, options in enumerate(every)
+}
+MATRICES = ((1, 1), (20, 50), (50, 20), (257, 131), (1, 9))
+SIZES = {"Adafactor": ((), (1,), (1000,), (40_003,), *MATRICES, (2, 3, 5, 7), (6, 1, 9))}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def train_by_operators(world, make, params, steps=6):
+    """Gradients of many sizes; the versions of state are stock's as well."""
+    optimizer = world.wrap(make(params))
+    for i in range(steps):
+        optimizer.zero_grad()
+        world.backward(
+            sum(
+                (p * numbers(99 * i + k, *p.shape).mul(10.0 ** (i % 5 - 3)).to(p.dtype)).sum()
+                for k, p in enumerate(params)
+            )
+        )
+        optimizer.step()
+        world.stepped(0)
+    world.see("parameters", params)
+    world.see("state", optimizer.state_dict())
+    entries = [optimizer.state[p] for p in params]
+    world.see("versions", [t._version for e in entries for t in e.values() if torch.is_tensor(t)])
+
+
+@deed(ALONE, of=OF_OPERATORS, dtype=DTYPES, threads=(1, 2), proves=False)
+def training_by_operators(world, of, dtype, threads):
+    sizes = SIZES.get(of.func.__name__, MATRICES)
+    torch.set_num_threads(threads)
+    try:
+        params = [nn.Parameter(numbers(k, *size).to(dtype)) for k, size in enumerate(sizes)]
+        train_by_operators(world, of, params)
+    finally:
+        torch.set_num_threads(1)
+
+
+@deed(ALONE, of=OF_OPERATORS, proves=False)
+def strides_by_operators(world, of):
+    wide, turned = numbers(1, 12, 40)[:, ::2], numbers(2, 9, 14).t()
+    train_by_operators(world, of, [nn.Parameter(wide), nn.Parameter(turned)])
+
+
+@deed(ALONE, proves=False)
+def two_dtypes_in_a_group_of_operators(world):
+    """The class takes the epsilon of the first one's dtype for all."""
+    params = [nn.Parameter(torch.ones(3).to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    train_by_operators(world, torch.optim.Adafactor, params)
+
+
+#: Options that no constructor takes, set later.
+STRANGE = {
+    "no such way to adjust": {"adjust_lr_fn": "other"},
+    "a number as way to adjust": {"adjust_lr_fn": 1.0},
+    "no momentum": {"momentum": 0},
+    "a tensor as momentum": {"momentum": torch.tensor(0.5)},
+    "endless rate": {"lr": math.inf},
+    "no number": {"eps": (math.nan, 1e-3)},
+    "NumPy's number": {"lr": torch.tensor(0.1).numpy()[()]},
+    "growing": {"beta2_decay": 0.3},
+}
+
+
+@deed(weight=0, kinds=("Adafactor", "Muon"), options=STRANGE, every=("Adafactor", "Muon"))
+def options_that_no_constructor_takes(world, options):
+    group = world.optimizer().param_groups[0]
+    before = {key: group[key] for key in options if key in group}
+    if isinstance(before.get("eps"), float):
+        return  # those of Adafactor are two
+    group.update((key, options[key]) for key in before)
+    world.train()
+    world.train()
+    group.update(before)
+
+
+EDITS = {
+    "the order of the keys": lambda e: [e.update({k: e.pop(k)}) for k in ("row_var", "step")],
+    "one key more": lambda e: e.update(note=torch.ones(3)),
+    "a number more": lambda e: e.update(note=3),
+    "a counter in float64": lambda e: e.update(step=e["step"].double()),
+    "a counter before the first": lambda e: e.update(step=torch.tensor(-0.5)),
+    "a view": lambda e: e.update(row_var=torch.ones(10, 2)[::2, :1]),
+    "another one": lambda e: e.update(row_var=torch.ones(5, 1), col_var=torch.ones(1, 4)),
+    "a scaled one": lambda e: e["row_var"].mul_(3.0),
+}
+
+
+@deed(weight=0, kinds=("Adafactor",), edit=EDITS, turns=1)
+def edit_the_state_of_adafactor(world, edit):
+    edit(world.optimizer().state[world.param(0)])
+
+
+OF_OURS = {
+    f"{name} {i}": functools.partial(getattr(optfuse.optim, name), **options)
+    for name, entry in OURS.items()
+    for i, options in enumerate((*entry.options, {"lr": torch.tensor(0.003)}))
+}
+
+
+@deed(
+    ALONE,
+    of=OF_OURS,
+    clips=BOOL,
+    product=True,
+    backward=lambda kind, clips, **_: raises("clipping") if clips else EQUAL,
+)
+def passes_by_our_classes(world, of, clips):
+    """Their gradients are clipped, or added up."""
+    world.passes = 1 if clips else 3
+    _, optimizer = world.own(make=of)
+    for i in range(6):
+        optimizer.zero_grad()
+        for k in range(world.passes):
+            world.backward(world.loss(0, 3 * i + k))
+        if clips:
+            world.see("norm", optfuse.clip_grad_norm_(world.params(), 0.1))
+        world.step(0)
+    world.look(gradients=False)

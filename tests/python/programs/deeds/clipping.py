@@ -7,7 +7,10 @@ import math
 import os
 import pickle
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import torch
 from common import adamw
 from torch import nn
@@ -258,6 +261,28 @@ def clip_and_step(world, by, max_norm, norm_type, foreach, error, at_once):
 
 
 LIMITS = {"a word": "0.05", "a tensor": torch.tensor(0.05), "below zero": -1.0}
+#: Those that our function takes as well.
+NUMBERS = {
+    repr(one): one
+    for one in (np.float32(0.25), np.float64(0.25), np.int64(1), Fraction(1, 4), Decimal("0.25"),
+                torch.tensor([0.25]), np.array(0.25), 1, -0.0)
+}  # fmt: skip
+
+
+@deed(STEP, weight=0, by=("ours", "torch's"), max_norm=NUMBERS, product=True, kinds=("AdamW",),
+      backward=EITHER)  # fmt: skip
+def clip_by_a_number_of_any_type(world, by, max_norm):
+    world.see("norm", BY[by](world.params(), max_norm))
+    step(world)
+
+
+TYPES = {repr(one): one for one in (np.float64(2), Fraction(3), torch.tensor(2.0), np.float32(1))}
+
+
+@deed(STEP, weight=0, norm_type=TYPES, kinds=("AdamW",), backward=EITHER)
+def clip_by_a_norm_of_any_type(world, norm_type):
+    world.see("norm", optfuse.clip_grad_norm_(world.params(), 0.05, norm_type))
+    step(world)
 
 
 @deed(STEP, weight=0, max_norm=LIMITS, kinds=("AdamW",), backward=EITHER)

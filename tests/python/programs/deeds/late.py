@@ -6,7 +6,7 @@ import collections
 import copy
 
 import torch
-from own_classes import Tensors
+from own_classes import Drops, Tensors
 from torch import nn
 
 import optfuse
@@ -367,6 +367,15 @@ class OfTorch(torch.optim.RMSprop):
     @torch.no_grad()
     def step(self, closure=None):
         return super().step(closure)
+
+
+@deed(ALONE, proves=False)
+def class_that_drops_gradients(world):
+    optfuse.register(Drops)
+    world.own(make=Drops)
+    for _ in range(4):
+        world.train()
+    world.look()
 
 
 OF_CLASSES = {

@@ -111,6 +111,39 @@ def overwrite_dtensors_before_step(world, way):
         way(p)
 
 
+ALIASES = {"way": {name: OVERWRITES[name] for name in OF_ALIASES}, "models": ("replicated",)}
+
+
+@torch.no_grad()
+def can_not_be_overwritten(world, way):
+    """PyTorch can't, and the gradient stays consumed."""
+    for p in world.params() if world.mode == "backward" else ():
+        try:
+            way(p)
+        except RuntimeError:
+            world.refused(p.grad.sum, "already applied")
+        else:
+            raise AssertionError("it was overwritten")
+
+
+@deed(**ALIASES, weight=0, kinds=("AdamW",))
+def overwrite_an_alias_of_a_dtensor(world, way):
+    can_not_be_overwritten(world, way)
+
+
+@deed(BEFORE_STEP, **ALIASES, weight=0, kinds=("AdamW",))
+def overwrite_an_alias_of_a_dtensor_before_step(world, way):
+    can_not_be_overwritten(world, way)
+
+
+@deed(weight=0, kinds=("SGD", "AdamW"))
+def overwrite_gradients_beside_a_sparse_one(world):
+    """In one list."""
+    sparse = torch.ones(3, 2).to_sparse()
+    torch._foreach_zero_([sparse, *(p.grad for p in world.params())])
+    world.see("gradients", [sparse, *(p.grad for p in world.params())])
+
+
 OLDER = {"weight": 0, "kinds": ("AdamW",), "fault": "consumed_alias"}
 
 

@@ -4,11 +4,14 @@
 import threading
 
 import torch
+from common import adamw
+from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
 from programs.deed import (
+    ALONE,
     BACKWARD,
     BEFORE_BACKWARD,
     BEFORE_FUSE,
@@ -159,6 +162,36 @@ AFTER_ACCUMULATION = {
 @deed(IN_BACKWARD, way=AFTER_ACCUMULATION)
 def hook_on_each_gradient(world, way):
     way(world, world.hooked)
+
+
+class Branching(nn.Module):
+    """An operator that takes functions, which PyTorch dispatches in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x).sin(), lambda x: self.b(x).cos(), (x,))
+
+
+@deed(ALONE, proves=False)
+def train_an_exported_condition(world):
+    exported = torch.export.export(Branching(), (rows(0),)).module()
+    world.kinds, world.models = ["mlp"], [exported]
+    world.wrap(adamw(exported.parameters()))
+    for _ in range(5):
+        world.train()
+    world.look(gradients=False)
+
+
+@deed(ALONE, bucket_bytes=(0, 1, 100, 200, 1 << 30))
+def buckets_of_any_size(world, bucket_bytes):
+    world.bucket_bytes = bucket_bytes
+    world.own("layers")
+    for _ in range(5):
+        world.train()
+    world.look(gradients=False)
 
 
 ORDERS = {

@@ -62,6 +62,11 @@ def iteration_without_zero_grad(world):
     world.step(0)
 
 
+@deed(setup={"accumulate": 2})
+def iteration_of_two_passes(world):
+    world.train()
+
+
 TWO = [{"kind": "AdamW", "options": {"lr": 0.1}}, {"kind": "SGD", "options": {"lr": 0.1}}]
 
 
