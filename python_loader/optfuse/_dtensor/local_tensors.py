@@ -69,14 +69,6 @@ def has_holes(param: Tensor) -> bool:
     return False
 
 
-def laid_out_as(param: Any, local: Tensor) -> Any:
-    """A tensor as this process's part of a DTensor that is laid out as param, if that is one."""
-    if not is_dtensor(param):
-        return local
-    made = _class().from_local(local.detach(), param.device_mesh, param.placements, run_check=False)
-    return made.requires_grad_(local.requires_grad)
-
-
 def _same_layout(param: Any, other: Any) -> bool:
     ours, theirs = param._spec, other._spec
     if ours is theirs:

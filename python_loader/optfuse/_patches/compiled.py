@@ -9,24 +9,20 @@ those with a key that it does not know."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from threading import get_ident
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch._dynamo.eval_frame as eval_frame
 import torch._ops
-from torch import Tensor
 
 from optfuse._library.bindings import guard
 from optfuse._patches.replacing import call_before, replace
 
 _entered = False  # a compiled callable, ever
-_given_lists: dict[int, set[str]] = {}  # of lists_given(), by the thread that asks
 
 
 def install(reveal_all: Callable[[], None], flush_all: Callable[[], None]) -> None:
@@ -41,9 +37,6 @@ def install(reveal_all: Callable[[], None], flush_all: Callable[[], None]) -> No
     def launch_first() -> bool:
         global _entered
         _entered = True
-        found = _given_lists.get(get_ident()) if _given_lists else None
-        if found is not None and _is_given_a_list(sys._getframe(1)):
-            found.add(_name_of(sys._getframe(1)))
         if guard("compile"):
             reveal_all()
         return stance()
@@ -53,31 +46,6 @@ def install(reveal_all: Callable[[], None], flush_all: Callable[[], None]) -> No
 
     replace(eval_frame, "_is_skip_guard_eval_unsafe_stance", launch_first)
     call_before(torch._ops.HigherOrderOperator, "__call__", flush)
-
-
-@contextlib.contextmanager
-def lists_given() -> Iterator[set[str]]:
-    """The names of the compiled callables to which this thread gives several tensors in a list
-    meanwhile. They run uncompiled."""
-    found = _given_lists[get_ident()] = set()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield found
-    finally:
-        del _given_lists[get_ident()]
-
-
-def _is_given_a_list(entry: FrameType) -> bool:
-    """entry: the frame of torch._dynamo that a compiled callable begins with."""
-    given = entry.f_locals
-    values = (*given.get("args", ()), *given.get("kwargs", {}).values())
-    lists = (value for value in values if isinstance(value, list | tuple))
-    return any(sum(isinstance(x, Tensor) for x in one) > 1 for one in lists)
-
-
-def _name_of(entry: FrameType) -> str:
-    function = entry.f_locals.get("fn")
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', '?')}"
 
 
 def running() -> bool:
