@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -104,3 +105,11 @@ def layers_of(model: nn.Module, skip: frozenset[str], by: str) -> list[Layer]:
         fixed = _why_fixed(is_shared, bias, uses)
         found.append(Layer(name, weakref.ref(module), attribute, weight, fixed, is_shared))
     return found
+
+
+def check_weights(layers: Iterable[Any], since: str) -> None:
+    """since: when they were looked at, and what to do."""
+    for layer in layers:
+        module = layer.module()
+        if module and module._parameters.get(layer.attribute) is not layer.weight:
+            raise Error(f"optfuse: layer {layer.name!r} has got another weight since {since}")

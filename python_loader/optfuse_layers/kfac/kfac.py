@@ -26,7 +26,7 @@ from optfuse_layers.kfac.factors import Factors
 from optfuse_layers.kfac.gradients import not_finite, precondition
 from optfuse_layers.kfac.inverses import Factor, factored, invert, owners
 from optfuse_layers.kfac.layers import FACTORS, Preconditioned, sorted_layers
-from optfuse_layers.layer import check_skip
+from optfuse_layers.layer import check_skip, check_weights
 
 _AMP = "_step_supports_amp_scaling"
 _ENTRIES = {"step", "collections", "layers", "order", "group"}  # of a state
@@ -236,7 +236,7 @@ class KFAC:
                 "optfuse: GradScaler has left the gradients scaled for this optimizer, and kfac() "
                 "needs them unscaled; call optfuse.fuse() first, then kfac()"
             )
-        self._check_weights()
+        check_weights(self._layers, "kfac(); call remove() on the KFAC, then kfac() again")
         inverts = self._inverses is None or self._is_on("inverses_every", self.steps)
         damping = float(self._scheduled("damping", self.steps)) if inverts else 0.0
         collects = self._is_on("factors_every", self.steps + 1)
@@ -261,15 +261,6 @@ class KFAC:
 
     def _is_on(self, name: str, step: int) -> bool:
         return bool(step % self._scheduled(name, step) == 0)
-
-    def _check_weights(self) -> None:
-        for layer in self._layers:
-            module = layer.module()
-            if module and module._parameters.get(layer.attribute) is not layer.weight:
-                raise Error(
-                    f"optfuse: layer {layer.name!r} has got another weight since kfac(); call "
-                    "remove() on the KFAC, then kfac() again"
-                )
 
     def _check_finite(self) -> None:
         """Looks at gradients, which all processes share; in steps that collect no factors, too."""

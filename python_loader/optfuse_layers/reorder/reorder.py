@@ -31,7 +31,7 @@ from optfuse._library.log import warn
 from optfuse._patches.profiling import remove_retired, retire
 from optfuse._table import aligned
 from optfuse_layers import communication, tap
-from optfuse_layers.layer import Layer, check_skip, layers_of
+from optfuse_layers.layer import Layer, check_skip, check_weights, layers_of
 from optfuse_layers.reorder import auto_schedule
 from optfuse_layers.reorder.auto_schedule import Times
 
@@ -159,7 +159,11 @@ class Reordering:
 
     def before_step(self) -> None:
         """Until the layers are checked, by the first step with gradients of this model."""
-        self._check_weights()
+        check_weights(
+            self._layers,
+            "reorder(); call reorder() last (after fully_shard, pruning or exchanged parameters), "
+            "and remove() on the old Reordering",
+        )
         complete = [layer.name for layer in self._layers if layer.weight.grad is not None]
         self._check_called(complete)
         if not complete or self._handle is None:
@@ -205,16 +209,6 @@ class Reordering:
         seen = self._handle is not None and self._has_seen(self._handle)
         self._left_off = self.plan if seen else unseen
         self.remove()
-
-    def _check_weights(self) -> None:
-        for layer in self._layers:
-            module = layer.module()
-            if module and module._parameters.get(layer.attribute) is not layer.weight:
-                raise Error(
-                    f"optfuse: layer {layer.name!r} has got another weight since reorder(); call "
-                    "reorder() last (after fully_shard, pruning or exchanged parameters), and "
-                    "remove() on the old Reordering"
-                )
 
     def _check_called(self, complete: list[str]) -> None:
         """Until "auto" has chosen, every layer that runs is rehearsed. Those of a reentrant
