@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 _HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__
 
 
-def step_of(stock: type[Optimizer]) -> Callable[[Optimizer], Any]:
+def step_of(stock: type[Optimizer]) -> Callable[..., Any]:
     """The class's own step() without the profiler's and the hooks' wrapper, but with a script's, to
     which functools.wraps() gives the attributes of that one."""
     step: Any = stock.step

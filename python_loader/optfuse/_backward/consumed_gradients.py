@@ -24,9 +24,9 @@ def drop(params: Iterable[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """They are not there meanwhile."""
-    pairs = _consumed(params)
+def aside(params: Iterable[Tensor], others: bool = False) -> Iterator[None]:
+    """They are not there meanwhile; others: nor is any other."""
+    pairs = [(param, param.grad) for param in params] if others else _consumed(params)
     for param, _ in pairs:
         param.grad = None
     try:

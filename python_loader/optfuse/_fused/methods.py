@@ -27,11 +27,8 @@ from optfuse._patches.profiling import (
 
 def _step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Creates this step's updates; they are launched by the schedule."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
     link = link_of(self)
+    loss = None if closure is None else link.updater.evaluate(self, closure)
     with link.alone:
         if link.max_grad_norm is not None:
             clip(parameters_of(self), link.max_grad_norm)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._arguments.check import parameters_of
 from optfuse._backward import consumed_gradients
 from optfuse._class_code import step_of, without_hooks
 from optfuse._gpu import is_gpu
@@ -53,6 +54,10 @@ def free_plan(plan: int) -> None:
 def _free_late() -> None:
     while _late and not running():
         lib.of_shim_plan_free(_late.pop())
+
+
+class _Asked(Exception):
+    """A step() calls its closure."""
 
 
 class Registered(Updater):
@@ -97,6 +102,19 @@ class Registered(Updater):
 
     def used(self) -> Settings | None:
         return self._used
+
+    def evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """step() may ignore its closure. Without gradients it changes nothing."""
+
+        def ask() -> None:
+            raise _Asked
+
+        no_gradients = consumed_gradients.aside(parameters_of(optimizer), others=True)
+        try:
+            with no_gradients, without_hooks(optimizer), as_stock(optimizer, self._stock):
+                return self._step(optimizer, ask)
+        except _Asked:
+            return super().evaluate(optimizer, closure)
 
     def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         if in_backward:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -129,6 +130,11 @@ class Updater:
     def asks(self) -> bool:
         """Whether begin() and end() have something to do in each step."""
         return type(self).end is not Updater.end
+
+    def evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """The loss, before anything else in a step(closure)."""
+        with torch.enable_grad():
+            return closure()
 
     def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         """Comes before the library is told of options and state for this step, or at the first

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
-from programs.deed import BATCH, BOOL, EITHER, INDEX, consumed, deed, raises
+from programs.deed import BATCH, BOOL, EITHER, EQUAL, INDEX, STEP, consumed, deed, raises
 from programs.models import DRAWN, SIXTEEN_BITS
-from programs.optimizers import EVERY, has_closure
+from programs.optimizers import EVERY, REGISTERED, has_closure
 
 
 @deed(weight=30, every=EVERY, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
@@ -130,6 +130,19 @@ def step_with_closure(world, optimizer, model, batch):
     for i in range(len(world.optimizers)):
         if i in world.unsettled:
             world.step(i)
+
+
+def without_arguments(kind):
+    """A recorded class is called before it is given any."""
+    return EQUAL if kind.way == REGISTERED else raises("got arguments")
+
+
+@deed(STEP, kinds=("RegisteredStateless", "GroupCounter"), backward=without_arguments)
+def step_with_a_closure_that_it_ignores(world):
+    def closure():
+        raise AssertionError("stock does not call it")
+
+    world.see("loss", world.step(0, closure))
 
 
 # ---- other ways to reach a gradient
