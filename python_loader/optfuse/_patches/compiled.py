@@ -20,6 +20,7 @@ import torch._dynamo.eval_frame as eval_frame
 import torch._ops
 
 from optfuse._library.bindings import guard
+from optfuse._patches import raw_memory
 from optfuse._patches.replacing import call_before, replace
 
 _entered = False  # a compiled callable, ever
@@ -41,8 +42,10 @@ def install(reveal_all: Callable[[], None], flush_all: Callable[[], None]) -> No
             reveal_all()
         return stance()
 
-    def flush(*_: Any, **__: Any) -> None:
+    def flush(_: Any, *values: Any, **named: Any) -> None:
         flush_all()
+        for value in (*values, *named.values()):  # gradients, whose marks stay
+            raw_memory.use(*(value if isinstance(value, (list, tuple)) else (value,)))
 
     replace(eval_frame, "_is_skip_guard_eval_unsafe_stance", launch_first)
     call_before(torch._ops.HigherOrderOperator, "__call__", flush)

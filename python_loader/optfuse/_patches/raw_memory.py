@@ -111,6 +111,10 @@ def _give_storage(tensor: Any) -> None:
     _launch("launch" if asks_for_aliases else "access")(tensor)
 
 
+def use(*values: Any) -> None:
+    _launch("access")(*values)
+
+
 def launch_gradients(params: Iterable[Tensor]) -> None:
     """Before C++ code asks the gradients of these parameters for their memory."""
     _launch("access")(*(param.grad for param in params))

@@ -174,7 +174,6 @@ ACTS = {
     **{
         f"read, {name}": lambda world, way=way: world.see("read", way(world.grad()))
         for name, way in READS.items()
-        if name != "cond"  # see reading.py
     },
     **{
         f"write, {name}": lambda world, way=way: way(world.grad())

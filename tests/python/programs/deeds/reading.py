@@ -133,9 +133,8 @@ def read(world, what, index, way):
 
 
 # Backward mode: the storage of a consumed gradient is empty, which PyTorch answers
-# with an error of its own ("out of bounds"). Operators that take functions don't know the mark that
-# a launch leaves on a gradient.
-OF_GRADIENTS = {name: way for name, way in READS.items() if name not in ("storage", "cond")}
+# with an error of its own ("out of bounds").
+OF_GRADIENTS = {name: way for name, way in READS.items() if name != "storage"}
 
 
 @deed("anywhere", weight=5, index=LATER, way=OF_GRADIENTS, backward=consumed("already applied"))
