@@ -38,6 +38,7 @@ OFTEN = {
     "late_state": ("change_state",),
     "factors": ("clipped_by_optfuse",),
     "unread": ("clipped_by_optfuse", "clip_by_optfuse"),
+    "clip": ("clipped_by_optfuse",),
     "nonfinite": ("scaled",),
     "native": (),
 }
@@ -68,7 +69,6 @@ OUT_OF_REACH = {
         ("late_groups", "late_scale", "written"),
         "programs with it off have raised for other reasons so far; its deed shows it",
     ),
-    "clip": "2,000 programs have not met it; its deed shows it",
     "groups": "step() refuses late changes of groups by themselves; its deed shows it",
     **dict.fromkeys(
         ("overwritten", "consumed_alias"), "programs overwrite no gradient that was consumed"
