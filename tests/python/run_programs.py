@@ -13,8 +13,9 @@ import on_device
 
 on_device.use()
 
+from programs import hazards  # noqa: E402 - imports optfuse
 from programs.deed import DEEDS  # noqa: E402
-from programs.play import MODES  # noqa: E402 - imports optfuse
+from programs.play import MODES  # noqa: E402
 from programs.runner import explain, prepare, run  # noqa: E402
 
 ENDS = ("equal", "raised", "outside", "autograd")
@@ -25,6 +26,9 @@ def arguments():
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1, help="of the first program")
     parser.add_argument("--actions", action="store_true", help="print the counts of each deed")
+    parser.add_argument(
+        "--hazards", action="store_true", help="print outcomes into docs/hazards.md"
+    )
     parser.add_argument("--shrink", type=int, default=5, help="how many failures to shrink")
     return parser.parse_args()
 
@@ -52,6 +56,8 @@ def progress(tally):
 
 def main():
     options = arguments()
+    if options.hazards:
+        return hazards.print_page()
     prepare()
     tally = run(options.seed, options.programs, progress)
     print(file=sys.stderr)

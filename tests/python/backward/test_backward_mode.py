@@ -6,7 +6,6 @@ import pytest
 import torch
 from common import (
     adamw,
-    assert_same,
     fused_backward,
     loss_of,
     net,
@@ -59,14 +58,6 @@ def test_gradients_are_freed_during_backward(make):
         left = sum(not s.expired() for s in storages)
         assert storages and left == 0, f"{left} of {len(storages)} gradients are still there"
         optimizer.step()
-
-
-def test_autograd_grad_makes_no_update():
-    model, optimizer = fused_backward()
-    before = weights(model)
-    torch.autograd.grad(loss_of(model, 0), list(model.parameters()))
-    assert_same("weights after autograd.grad", weights(model), before)
-    assert optfuse.summary(optimizer).created == 0
 
 
 # Hooks of others

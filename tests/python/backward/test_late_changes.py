@@ -3,7 +3,6 @@
 that stock's step() would obey raises and names the parameter; the update stands, and training goes
 on. Any other is equal."""
 
-import numpy
 import pytest
 import style_classes
 import torch
@@ -159,17 +158,3 @@ def test_a_note_in_the_state_of_a_recorded_class_is_refused(note):
                 entry["a note"] = note
             refused(optimizer.step, "state['a note']", "was added", way_out="after step()")
         optimizer.step()
-
-
-# Changes that stay different: writes that PyTorch does not see
-
-
-def test_late_writes_past_the_versions_stay():
-    """Through .data, NumPy and raw addresses: a row of docs/hazards.md."""
-    model, optimizer = begun(adamw)
-    entry_of(optimizer)["exp_avg"].data.zero_()
-    entry_of(optimizer)["exp_avg_sq"].numpy()[:] = 0
-    first(optimizer).data = torch.ones_like(first(optimizer))
-    optimizer.step()
-    assert not entry_of(optimizer)["exp_avg"].any() and not entry_of(optimizer)["exp_avg_sq"].any()
-    assert numpy.array_equal(first(optimizer).detach().numpy(), numpy.ones((8, 6), numpy.float32))

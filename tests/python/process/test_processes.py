@@ -32,15 +32,6 @@ assert optfuse.summary(pairs[1][1]).pending > 0
 """
 
 
-def test_a_forked_child_sees_the_updates():
-    python_ok(
-        FORKING + "seen = child(lambda: weights(ours))\n"
-        "assert seen == weights(stock), 'the child sees other weights'\n"
-        "both(1)\n"
-        "assert weights(ours) == weights(stock), 'the parent sees other weights'\n"
-    )
-
-
 def test_parent_and_child_go_on_training_after_a_fork():
     python_ok(
         FORKING + "def work():\n"

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from on_device import DEVICE
@@ -17,6 +18,8 @@ from programs.deed import (
     DIFFERS,
     EITHER,
     EQUAL,
+    LAUNCHES,
+    LEFT,
     Deed,
 )
 from programs.draw import LAST, Program
@@ -116,16 +119,28 @@ def wrong_in_stock(case, stock):
     return ""
 
 
+#: Words for what deeds have done, by deed, mode and whether it came late.
+ENDS = defaultdict(set)
+
+
+def words_for(run, failure):
+    if run.end == "equal":
+        shown = {LAUNCHES.what: run.launched, LEFT.what: run.left, "raises": run.has_refused}
+        return {DIFFERS.what if failure else EQUAL.what, *filter(shown.get, shown)}
+    return {"raises"} if run.end in ("raised", "autograd") else set()
+
+
 def wrong(case, mode, stock):
     """The fault of a case in this mode, or nothing."""
     expected = case.deed.outcome(mode, case.kind, case.arguments, case.is_late)
     verdict = verdict_of(case.program, mode, stock)
     run, failure = verdict.run, verdict.failure
+    ENDS[case.deed.name, mode, case.is_late] |= words_for(run, failure)
     if expected is DIFFERS:
         return "" if failure and run.end == "equal" else "it is to differ from stock, and does not"
     if failure or expected is EITHER:
         return failure
-    if expected is EQUAL:
+    if expected in (EQUAL, LAUNCHES, LEFT):
         if run.end != "equal":
             return f"it ended, {run.end}, at {run.action}: {run.error}"
         return unproved(case, mode, run)
@@ -172,4 +187,13 @@ def failures(name, mode, among=None, **setup):
                 why = f"with stock: {error}"
             if why:
                 found.append(f"{case}: {why}\n{case.program.code()}")
-    return found
+    return found + ([] if among or DEVICE else unseen(name, mode))
+
+
+def unseen(name, mode):
+    """Words for updates that wait which a deed is said to show, and has not shown."""
+    said = {
+        case.deed.outcome(mode, case.kind, case.arguments, case.is_late) for case in cases(name)
+    }
+    seen = ENDS[name, mode, False] | ENDS[name, mode, True]
+    return [f"{name}: not {one.what}" for one in said & {LAUNCHES, LEFT} if one.what not in seen]

@@ -21,13 +21,16 @@ PLACES = (BETWEEN, ANYWHERE, BEFORE_FUSE, *ARMED, ALONE)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a deed in a mode; the words are of the message, if it raises."""
+    """The outcome of a deed in a mode, by its word in docs/hazards.md; words of the message, if it
+    raises."""
 
     what: str
     words: tuple[str, ...] = ()
 
 
 EQUAL = Outcome("equal")
+LAUNCHES = Outcome("launches first")  # the update that is pending; then equal
+LEFT = Outcome("left to step()")  # the update, and equal
 EITHER = Outcome("equal or raises")  # by its arguments and the kind of optimizer
 DIFFERS = Outcome("differs")  # as docs/hazards.md says
 
@@ -73,7 +76,7 @@ class Deed:
     @property
     def is_gentle(self):
         """Backward mode runs it to its end."""
-        return self.outcomes["backward"] is EQUAL
+        return self.outcomes["backward"] in (EQUAL, LEFT)
 
     def outcome(self, mode, kind, arguments, late=False):
         found = self.outcomes["late" if late and mode == "backward" else mode]

@@ -34,6 +34,9 @@ class Run:
     action: str = ""  # at which it ended
     error: str = ""
     had_pending: bool = False  # at the tested deed
+    launched: bool = False  # by its use of them
+    left: bool = False  # to step(): an update
+    has_refused: bool = False
     created: int = 0  # updates, of all optimizers
     promised: bool = False  # gradients, since fuse()
     stuck: str = ""  # why training does not go on after an error
@@ -160,7 +163,9 @@ def played(program, mode):
             break
     else:
         run.at = len(program.actions)
-    run.had_pending, run.created = world.had_pending, world.created()
+    run.had_pending, run.launched = world.had_pending, world.launched
+    run.has_refused = world.has_refused
+    run.created, run.left = world.created(), world.count("in_step") > 0
     run.promised = world.promised()
     if run.end == "raised" and program.setup.get("goes_on"):
         run.stuck = world.go_on()

@@ -55,6 +55,8 @@ class World:
         self.turn = 0  # how often this one was before
         self.i = 0  # iterations so far
         self.had_pending = False  # whether updates were pending at the tested deed
+        self.launched = False  # whether it launched them by a use
+        self.has_refused = False  # what a deed does that is to raise
         # Options of fuse(); stock clips by hand.
         self.passes = setup.get("accumulate", 1)
         self.max_norm = setup.get("max_grad_norm")
@@ -245,9 +247,14 @@ class World:
     def call(self, one, arguments, *given):
         self.turn = self.turns[one.name]
         self.turns[one.name] += 1
-        if one.name == self.tested and one.where == deed.BETWEEN:
-            self.had_pending |= any(map(self.pending, self.optimizers))
+        if one.name != self.tested or one.where not in (deed.BETWEEN, deed.ANYWHERE):
+            one.call(self, arguments, *given)
+            return
+        self.had_pending |= any(map(self.pending, self.optimizers))
+        before = self.created(), self.count("at_use")
         one.call(self, arguments, *given)
+        after = self.created(), self.count("at_use")
+        self.launched |= after[0] == before[0] and after[1] > before[1]
 
     @contextlib.contextmanager
     def hooks(self):
@@ -299,7 +306,10 @@ class World:
 
     def created(self):
         """Updates that optfuse has made or is to make."""
-        return sum(summary.created for summary in self.summaries())
+        return self.count("created")
+
+    def count(self, what):
+        return sum(getattr(summary, what) for summary in self.summaries())
 
     def promised(self):
         """Whether a gradient was a promise."""
@@ -330,6 +340,7 @@ class World:
         """With ours it must raise optfuse.Error, with these words; with stock it is not called."""
         if self.fused:
             refused(call, *words, way_out=way_out)
+            self.has_refused = True
 
     # ---- observations
 

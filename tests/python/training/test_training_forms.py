@@ -5,10 +5,8 @@ of the programs."""
 import sys
 
 import pytest
-import torch
-from common import adamw, batch, everything, net, same, sgd
+from common import adamw, batch, everything, net, same
 from scripts import trained
-from torch import nn
 
 STEPS = 5
 both_modes = pytest.mark.parametrize("mode", ("forward", "backward"))
@@ -27,41 +25,6 @@ def test_quantization_aware_training(mode):
         return model, optimizer
 
     same(trained(start=start), mode)
-
-
-@both_modes
-@pytest.mark.parametrize("make", (adamw, sgd))
-def test_generator_and_discriminator(make, mode):
-    """Two optimizers; the generator's loss goes through the discriminator, whose
-    gradients from it are thrown away."""
-
-    def script(wrap):
-        torch.manual_seed(0)
-        generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
-        critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-        first = wrap(make(critic.parameters()))
-        second = wrap(make(generator.parameters()))
-        for i in range(STEPS):
-            x, _ = batch(i)
-            noise = x[:, :4]
-            first.zero_grad()
-            loss = critic(generator(noise).detach()).mean() - critic(x).mean()
-            loss.backward()
-            first.step()
-            yield "loss of the critic", loss
-            second.zero_grad()
-            for p in critic.parameters():
-                p.requires_grad_(False)
-            loss = -critic(generator(noise)).mean()
-            loss.backward()
-            for p in critic.parameters():
-                p.requires_grad_(True)
-            second.step()
-            yield "loss of the generator", loss
-        yield from everything(critic, first)
-        yield from everything(generator, second)
-
-    same(script, mode)
 
 
 def test_replicas_of_a_model_see_the_update(monkeypatch):

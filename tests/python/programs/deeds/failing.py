@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Deeds: exceptions on the way."""
 
+import contextlib
+
 import torch
 from torch import nn
 
-from programs.deed import BATCH, EITHER, INDEX, deed
+from programs.deed import BATCH, DIFFERS, EITHER, INDEX, deed
 from programs.optimizers import has_closure
 
 
@@ -56,6 +58,18 @@ def exception_in_backward(world, model, batch):
         world.backward(world.loss(model, batch))
     finally:
         handle.remove()
+
+
+@deed(weight=0, turns=1, backward=DIFFERS, kinds=("AdamW", "SGD", "RMSprop", "Lion"))
+def look_after_an_exception_in_backward(world):
+    """The second layer has its gradients by then."""
+    world.optimizer().zero_grad()
+    handle = world.model()[0].register_full_backward_pre_hook(fail)
+    with contextlib.suppress(Fault):
+        world.backward(world.loss(0, 1))
+    handle.remove()
+    world.see("weights", world.params())
+    world.step(0)
 
 
 @deed(weight=1, optimizer=INDEX, stock=EITHER, kinds=has_closure)

@@ -19,7 +19,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import optfuse
 from optfuse._patches import cuda_graphs
-from programs.deed import ALONE, BACKWARD, BEFORE_STEP, EITHER, deed, raises
+from programs.deed import (
+    ALONE,
+    BACKWARD,
+    BEFORE_STEP,
+    DIFFERS,
+    EITHER,
+    LAUNCHES,
+    LEFT,
+    deed,
+    raises,
+)
 from programs.deeds.writing import GRADIENTS, set_all_gradients
 from programs.models import rows
 
@@ -28,7 +38,7 @@ def through_address(t):
     return ctypes.string_at(t.data_ptr(), t.numel() * t.element_size())
 
 
-@deed(weight=1, fault=[("seal", "raw"), ("raw", "seal")])
+@deed(weight=1, fault=[("seal", "raw"), ("raw", "seal")], forward=LAUNCHES)
 def read_raw_memory(world):
     """Past every hook, where it raises while an update is pending."""
     try:
@@ -212,7 +222,7 @@ print(bad)
 # ---- how tensors lie in memory
 
 
-@deed(weight=1, kind=("of other strides", "with holes"), fault="dense", proves=False)
+@deed(weight=1, kind=("of other strides", "with holes"), fault="dense", proves=False, backward=LEFT)
 def step_with_gradients_by_hand(world, kind):
     set_all_gradients(world, GRADIENTS[kind])
     world.step(0)
@@ -281,6 +291,22 @@ def class_that_breaks_its_promise(world):
     for _ in range(3):
         world.train()
     world.look(gradients=False)
+
+
+class Shares(Tensors):
+    """Its rate is divided by the number of gradients."""
+
+    def update(self, group, p, state):
+        n = sum(q.grad is not None for one in self.param_groups for q in one["params"])
+        p.sub_(p.grad, alpha=group["lr"] / n)
+
+
+@deed(ALONE, backward=DIFFERS, proves=False)
+def class_that_depends_on_other_gradients(world):
+    optfuse.register(Shares)
+    world.own(make=Shares)
+    world.train()
+    world.see("weights", world.params())
 
 
 @deed(weight=0, models=("promised",), kinds=("AdamW",), fault="factors_copied")

@@ -6,12 +6,13 @@ import io
 import pickle
 
 import torch
+from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from programs.deed import BOOL, INDEX, deed
+from programs.deed import ALONE, BOOL, DIFFERS, EQUAL, INDEX, LAUNCHES, deed
 from programs.deeds.reading import saved
 from programs.deeds.renewing import COPIES
-from programs.optimizers import CLASSES, has_no_attributes
+from programs.optimizers import CLASSES, KINDS, has_no_attributes
 
 
 @deed(weight=3, by_reference=BOOL)
@@ -61,7 +62,7 @@ def go_on_with_deepcopies(world):
     world.replace(models, optimizers if world.fused else list(map(world.wrap, optimizers)))
 
 
-@deed()
+@deed(forward=LAUNCHES)
 def deepcopy_of_the_models(world):
     twins = copy.deepcopy(world.models)
     world.see("copies", [p.detach() for m in twins for p in m.parameters()])
@@ -104,13 +105,13 @@ def average_after_each_step(world, foreach):
     update_an_average(world, 0)
 
 
-@deed(weight=1)
+@deed(weight=1, forward=LAUNCHES)
 def load_other_weights(world):
     model = world.model()
     model.load_state_dict({k: v * 0 + 0.1 for k, v in model.state_dict().items()})
 
 
-@deed(weight=0)
+@deed(weight=0, forward=LAUNCHES)
 def load_the_weights_of_before(world):
     if world.turn:
         go_back(world, 0, "model")
@@ -127,7 +128,7 @@ def take_an_average(world, index):
             p.copy_(q)
 
 
-@deed(model=INDEX)
+@deed(model=INDEX, forward=LAUNCHES)
 @torch.no_grad()
 def average_by_hand(world, model):
     for p in world.model(model).parameters():
@@ -153,6 +154,24 @@ def train_beside_a_copy(world, how):
     world.see("attributes", sorted(k for k in set(vars(optimizer)) - {"step"} if k[0] != "_"))
     world.train()
     train_apart(world, model, optimizer)
+
+
+@deed(
+    ALONE,
+    scheduled=(None, "before fuse()", "after"),
+    forward=lambda kind, scheduled: DIFFERS if scheduled == "after" else EQUAL,
+    backward=lambda kind, scheduled: DIFFERS if scheduled else EQUAL,
+    proves=False,
+)
+def copy_that_has_all_attributes(world, scheduled):
+    """Stock's has the step() that a scheduler has put on the original, and steps that one."""
+    model = world.build()
+    optimizer = KINDS["Elementwise"].make(model.parameters())
+    schedulers = [ConstantLR(optimizer)] if scheduled == "before fuse()" else []
+    world.wrap(optimizer)
+    schedulers += [ConstantLR(optimizer)] if scheduled == "after" else []
+    world.train()
+    train_apart(world, *copy.deepcopy((model, optimizer)))
 
 
 @deed(weight=0, kinds=has_no_attributes, back=BOOL, every=CLASSES)

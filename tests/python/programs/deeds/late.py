@@ -10,7 +10,7 @@ from own_classes import Drops, Tensors
 from torch import nn
 
 import optfuse
-from programs.deed import ALONE, EITHER, EQUAL, INDEX, deed, raises
+from programs.deed import ALONE, BEFORE_STEP, DIFFERS, EITHER, EQUAL, INDEX, deed, raises
 from programs.deeds.writing import WRITES
 from programs.optimizers import RECORDED, has_closure
 
@@ -32,6 +32,18 @@ def write_before_step(world, what, index, way):
     tensor = world.tensor(what, index)
     if tensor is not None:
         way(tensor)
+
+
+UNSEEN = {name: way for name, way in WRITES.items() if name not in SEEN and name != "storage"}
+
+
+@deed(
+    BEFORE_STEP, weight=0, way=UNSEEN, backward=DIFFERS, kinds=("AdamW", "SGD", "RMSprop", "Lion")
+)
+@torch.no_grad()
+def write_past_the_versions_before_step(world, way):
+    """It stays."""
+    way(world.param(2))
 
 
 # ---- what backward mode says of it

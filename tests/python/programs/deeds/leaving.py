@@ -13,7 +13,7 @@ import torch
 from torch import multiprocessing, nn
 from torch.multiprocessing import reductions
 
-from programs.deed import BEFORE_STEP, deed, raises
+from programs.deed import BEFORE_STEP, LAUNCHES, deed, raises
 
 
 def rebuilt(reduced):
@@ -198,7 +198,7 @@ def local(gradient):
     return getattr(gradient, "_local_tensor", gradient)
 
 
-@deed(way=WAYS, models=("mlp", "replicated"), **LEAVES)
+@deed(way=WAYS, models=("mlp", "replicated"), **LEAVES, forward=LAUNCHES)
 def gradient_leaves(world, way):
     world.see("there", way(local(world.grad())))
 
@@ -208,7 +208,7 @@ def gradient_leaves_before_step(world, way):
     world.see("there", way(local(world.grad())))
 
 
-@deed(way=OF_WRAPPERS, models=("replicated",), **LEAVES)
+@deed(way=OF_WRAPPERS, models=("replicated",), **LEAVES, forward=LAUNCHES)
 def dtensor_leaves(world, way):
     world.see("there", way(world.grad()))
 

@@ -2,6 +2,7 @@
 """Deeds: where tensors lie, and who else has their memory. An update finds most of its inputs as
 its last one has left them, and sees what has changed in between."""
 
+import ctypes
 import gc
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack
 
 import optfuse
-from programs.deed import ALONE, BEFORE_STEP, DIFFERS, EITHER, EQUAL, STEP, deed
+from programs.deed import ALONE, BEFORE_STEP, BOOL, DIFFERS, EITHER, EQUAL, LEFT, STEP, deed
 from programs.models import numbers
 
 
@@ -163,7 +164,14 @@ GIVEN = {
 }
 
 
-@deed(way=GIVEN, what=("weight", "state", "gradient"), product=True, proves=False, backward=EITHER)
+@deed(
+    way=GIVEN,
+    what=("weight", "state", "gradient"),
+    product=True,
+    proves=False,
+    backward=EITHER,
+    forward=LEFT,
+)
 def give_memory_away(world, way, what):
     """It is kept, shows each update, and what is written there counts."""
     if world.turn:
@@ -179,7 +187,7 @@ def give_gradients_away_and_clip(world, way):
     world.see("clipped", kept)
 
 
-@deed(ALONE, way=GIVEN)
+@deed(ALONE, way=GIVEN, forward=LEFT, backward=LEFT)
 def parameters_that_need_no_gradient(world, way):
     """Their gradients come from elsewhere, as in evolution strategies."""
     params = [nn.Parameter(torch.ones(n, 3), requires_grad=False) for n in (4, 9)]
@@ -192,6 +200,19 @@ def parameters_that_need_no_gradient(world, way):
         world.see("parameters", kept)
         kept[1].mul_(0.9)
     world.see("state", optimizer.state_dict())
+
+
+@deed(ALONE, flush=BOOL, forward=lambda kind, flush: EQUAL if flush else DIFFERS)
+def keep_a_raw_address(world, flush):
+    """It is read once the next update is pending."""
+    model, optimizer = world.own()
+    world.train()
+    world.launch()
+    address, size = model[0].weight.data_ptr(), model[0].weight.nbytes
+    world.train()
+    if flush:
+        world.launch()
+    world.see("weight", ctypes.string_at(address, size))
 
 
 @deed(weight=0, what=("weight", "state", "gradient"), fault="copy_on_write", backward=EITHER)

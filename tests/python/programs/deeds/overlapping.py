@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 import optfuse
-from programs.deed import ALONE, BOOL, deed
+from programs.deed import ALONE, BOOL, LEFT, deed
 from programs.models import numbers
 
 
@@ -67,7 +67,14 @@ def steps(world, params, optimizer, borrow):
 OVERLAPS = {"where": ALONE, "proves": False}
 
 
-@deed(**OVERLAPS, case=CASES, pair=((0, 2), (2, 0), (1, 0), (1, 2)), size=SIZES, product=True)
+@deed(
+    **OVERLAPS,
+    case=CASES,
+    pair=((0, 2), (2, 0), (1, 0), (1, 2)),
+    size=SIZES,
+    product=True,
+    backward=LEFT,
+)
 def gradient_that_is_of_another_parameter(world, case, pair, size):
     by, what, way = case
     reader, owner = pair

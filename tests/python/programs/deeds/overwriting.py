@@ -6,7 +6,7 @@ import torch
 from common import sgd
 from torch import nn
 
-from programs.deed import ALONE, BEFORE_STEP, EITHER, STEP, deed, raises
+from programs.deed import ALONE, BEFORE_STEP, EITHER, LAUNCHES, STEP, deed, raises
 from programs.models import rows
 
 LATE = "between backward() and step()"
@@ -179,7 +179,13 @@ TIMES_ZERO = {
 }
 
 
-@deed(way=TIMES_ZERO, weight=0, kinds=KINDS, backward=raises("already applied", "zero_()"))
+@deed(
+    way=TIMES_ZERO,
+    weight=0,
+    kinds=KINDS,
+    backward=raises("already applied", "zero_()"),
+    forward=LAUNCHES,
+)
 def multiply_a_gradient_by_zero(world, way):
     """Needs its numbers: stock leaves -0.0 and NaN."""
     way(world.grad())

@@ -12,7 +12,18 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from programs.deed import BATCH, BOOL, EITHER, INDEX, consumed, deed
+from programs.deed import (
+    BATCH,
+    BEFORE_STEP,
+    BOOL,
+    DIFFERS,
+    EITHER,
+    INDEX,
+    LAUNCHES,
+    LEFT,
+    consumed,
+    deed,
+)
 from programs.models import MODULES
 from programs.optimizers import EVERY
 
@@ -125,7 +136,7 @@ READS = {
 LATER = range(2, 14)  # a matrix first, of whichever is read
 
 
-@deed(weight=14, what=WHAT, index=LATER, way=READS, product=True)
+@deed(weight=14, what=WHAT, index=LATER, way=READS, product=True, forward=LAUNCHES)
 def read(world, what, index, way):
     tensor = world.tensor(what, index)
     if tensor is not None:
@@ -137,9 +148,22 @@ def read(world, what, index, way):
 OF_GRADIENTS = {name: way for name, way in READS.items() if name != "storage"}
 
 
-@deed("anywhere", weight=5, index=LATER, way=OF_GRADIENTS, backward=consumed("already applied"))
+@deed(
+    "anywhere",
+    weight=5,
+    index=LATER,
+    way=OF_GRADIENTS,
+    backward=consumed("already applied"),
+    forward=LAUNCHES,
+)
 def read_a_gradient(world, index, way):
     read(world, "gradient", index, way)
+
+
+@deed(BEFORE_STEP, weight=0, what=("weight", "state"), backward=DIFFERS, kinds=("AdamW", "RMSprop"))
+def read_before_step(world, what):
+    """Those that backward() has made."""
+    world.see(what, world.tensor(what, 2))
 
 
 @deed(weight=5, gradients=BOOL, backward=EITHER, every=EVERY)
@@ -147,7 +171,7 @@ def look(world, gradients):
     world.look(gradients)
 
 
-@deed(weight=3, fault=("key", "seal"))
+@deed(weight=3, fault=("key", "seal"), forward=LAUNCHES)
 def look_at_weights_and_state(world):
     world.look(gradients=False)
 
@@ -217,17 +241,18 @@ def is_number(value):
         counters,
     ),
     product=True,
+    forward=LAUNCHES,
 )
 def read_the_whole(world, way):
     world.see("it", way(world))
 
 
-@deed(weight=1, backward=consumed("already applied"))
+@deed(weight=1, backward=consumed("already applied"), forward=LAUNCHES)
 def save_a_gradient(world):
     world.see("gradient", saved(world.grad()))
 
 
-@deed(weight=0, models=tuple(MODULES), kinds=("AdamW", "SGD", "Elementwise"))
+@deed(weight=0, models=tuple(MODULES), kinds=("AdamW", "SGD", "Elementwise"), forward=LAUNCHES)
 def evaluate_a_module(world):
     """Modules of torch.nn, and the fast paths that some have in evaluation."""
     world.model().eval()
@@ -236,7 +261,7 @@ def evaluate_a_module(world):
     world.model().train()
 
 
-@deed(weight=3, model=INDEX, batch=BATCH, inference=BOOL, train_mode=BOOL)
+@deed(weight=3, model=INDEX, batch=BATCH, inference=BOOL, train_mode=BOOL, forward=LAUNCHES)
 def evaluate(world, model, batch, inference, train_mode):
     chosen = world.model(model)
     chosen.train(train_mode)
@@ -257,7 +282,7 @@ def parameters_to_vector(world, model):
     world.see("vector", nn.utils.parameters_to_vector(params))
 
 
-@deed(weight=1, model=INDEX, batch=BATCH)
+@deed(weight=1, model=INDEX, batch=BATCH, forward=LEFT)
 def another_thread_infers(world, model, batch):
     got = []
 
@@ -273,7 +298,7 @@ def another_thread_infers(world, model, batch):
     world.see("output", got[0])
 
 
-@deed(weight=1, model=INDEX)
+@deed(weight=1, model=INDEX, forward=LEFT)
 def another_thread_reads_state_dict(world, model):
     got = []
 
@@ -288,7 +313,7 @@ def another_thread_reads_state_dict(world, model):
     world.see("weights", got[0])
 
 
-@deed(model=INDEX)
+@deed(model=INDEX, forward=LAUNCHES)
 def per_sample_gradients(world, model):
     weights = [p.detach() for p in world.model(model).parameters() if p.dim() == 2]
 

@@ -13,8 +13,12 @@ from programs.deed import (
     ALONE,
     BACKWARD,
     BEFORE_STEP,
+    BOOL,
+    DIFFERS,
     EITHER,
+    EQUAL,
     IN_BACKWARD,
+    LEFT,
     STEP,
     consumed,
     deed,
@@ -191,6 +195,23 @@ def share_the_memory_of_gradients(world):
     world.model().share_memory()
 
 
+def skip(world):
+    for i in range(len(world.optimizers)):
+        world.stepped(i)
+
+
+@deed(STEP, weight=0, turns=1, backward=DIFFERS, kinds=("AdamW", "SGD", "RMSprop", "Lion"))
+def skip_the_last_step(world):
+    """It is made already."""
+    skip(world)
+
+
+@deed(STEP, **ONLY_ADAMW, backward=raises("zero_grad() before step()"))
+def skip_a_step(world):
+    """The next backward() has nothing to do with its gradients."""
+    skip(world)
+
+
 # ---- groups that come and go
 
 
@@ -269,7 +290,7 @@ def counted_pass_inside_of_another(world):
     world.see("weights", list(model.parameters()))
 
 
-@deed(ALONE, fault=("shared_state", "early_state", "written"))
+@deed(ALONE, backward=LEFT, fault=("shared_state", "early_state", "written"))
 def state_of_another_optimizer(world):
     """It is used in the order of step()."""
     models = [world.build() for _ in range(2)]
@@ -283,6 +304,35 @@ def state_of_another_optimizer(world):
         if i == 0:
             optimizers[1].load_state_dict(optimizers[0].state_dict())
     world.see("weights", [p for model in models for p in model.parameters()])
+
+
+@deed(ALONE, copied=BOOL, backward=lambda kind, copied: EQUAL if copied else DIFFERS)
+def state_that_stock_uses_before_step(world, copied):
+    """The fused optimizer has used it in backward, before it could know."""
+    models = [world.build() for _ in range(2)]
+    one, other = world.wrap(sgd(models[0].parameters())), sgd(models[1].parameters())
+    for i in range(3):
+        one.zero_grad()
+        other.zero_grad()
+        sum(model(rows(i)).square().mean() for model in models).backward()
+        other.step()
+        one.step()
+        if i == 0:
+            state = one.state_dict()
+            other.load_state_dict(copy.deepcopy(state) if copied else state)
+    world.see("weights", [p for model in models for p in model.parameters()])
+
+
+@deed(ALONE, backward=raises("already belongs to another optimizer"))
+def flush_one_of_two_with_one_weight(world):
+    p = nn.Parameter(torch.ones(4))
+    one, other = world.wrap(sgd([p])), world.wrap(adamw([p]))
+    p.grad = torch.ones(4)
+    one.step()
+    other.step()
+    if world.fused:
+        optfuse.flush(one)
+    world.see("weight", p)
 
 
 @deed(ALONE, backward=raises(), fault="early_state")

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from programs.deed import BATCH, EITHER, INDEX, deed
+from programs.deed import BATCH, EITHER, INDEX, LAUNCHES, LEFT, deed
 from programs.reference import is_dense
 
 
-@deed(model=INDEX, dtype=(torch.float64, torch.bfloat16))
+@deed(model=INDEX, dtype=(torch.float64, torch.bfloat16), forward=LAUNCHES)
 def to_another_dtype_and_back(world, model, dtype):
     chosen = world.model(model)
     before = next(chosen.parameters()).dtype
@@ -64,7 +64,7 @@ def tie_data(world, first, second):
         world.overlapping = True
 
 
-@deed(index=INDEX)
+@deed(index=INDEX, forward=LAUNCHES)
 def swap_tensors(world, index):
     p = world.param(index)
     if p.is_leaf and p.requires_grad:
@@ -72,7 +72,7 @@ def swap_tensors(world, index):
         torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5))
 
 
-@deed(weight=1)
+@deed(weight=1, forward=LAUNCHES)
 def apply_under_swap_mode(world):
     world.optimizer().zero_grad()
     world.losses.clear()
@@ -83,7 +83,7 @@ def apply_under_swap_mode(world):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@deed(model=INDEX)
+@deed(model=INDEX, forward=LEFT, backward=LEFT)
 def vector_to_parameters(world, model):
     """All parameters become views of one memory."""
     params = list(world.model(model).parameters())
@@ -104,7 +104,7 @@ def plain_linear(world, index):
     return found[index % len(found)] if found else None
 
 
-@deed(index=INDEX)
+@deed(index=INDEX, forward=LAUNCHES)
 def prune_a_layer(world, index):
     layer = plain_linear(world, index)
     if layer is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import optfuse
-from programs.deed import ALONE, BOOL, deed, raises
+from programs.deed import ALONE, BOOL, LEFT, deed, raises
 from programs.models import mlp, numbers, rows
 from programs.optimizers import made_by
 
@@ -75,7 +75,12 @@ def two_optimizers_share_state(world, by, give, order):
     look(world, models, optimizers)
 
 
-@deed(**{**SHARES, "by": (*COMPILED, *RECORDED)}, first=("forward", "backward"), product=True)
+@deed(
+    **{**SHARES, "by": (*COMPILED, *RECORDED)},
+    first=("forward", "backward"),
+    product=True,
+    backward=LEFT,
+)
 def two_optimizers_of_both_modes_share_state(world, by, first):
     mode = world.mode
     models, optimizers = [mlp(), mlp()], []

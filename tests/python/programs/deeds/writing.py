@@ -6,7 +6,7 @@ import torch
 from common import adamw
 from torch import nn
 
-from programs.deed import ALONE, EITHER, INDEX, deed
+from programs.deed import ALONE, EITHER, INDEX, LAUNCHES, LEFT, deed
 
 WHAT = ("weight", "weight", "state")
 
@@ -57,7 +57,7 @@ WRITES = {
 }
 
 
-@deed(weight=12, what=WHAT, index=range(2, 14), way=WRITES, product=True)
+@deed(weight=12, what=WHAT, index=range(2, 14), way=WRITES, product=True, forward=LAUNCHES)
 @torch.no_grad()
 def write(world, what, index, way):
     tensor = world.tensor(what, index)
@@ -68,7 +68,7 @@ def write(world, what, index, way):
 OF_GRADIENTS = {name: way for name, way in WRITES.items() if name != "storage"}  # see reading.py
 
 
-@deed("anywhere", weight=4, index=INDEX, way=OF_GRADIENTS, backward=EITHER)
+@deed("anywhere", weight=4, index=INDEX, way=OF_GRADIENTS, backward=EITHER, forward=LAUNCHES)
 def write_a_gradient(world, index, way):
     write(world, "gradient", index, way)
 
@@ -171,7 +171,13 @@ BAD_STATES = {
 }
 
 
-@deed(weight=3, index=INDEX, kind=STATES, models=("mlp", "convolution in channels_last"))
+@deed(
+    weight=3,
+    index=INDEX,
+    kind=STATES,
+    models=("mlp", "convolution in channels_last"),
+    forward=LAUNCHES,
+)
 def replace_state(world, index, kind):
     found = world.states()
     # The reference lays such state out for all parameters at once, which is not
@@ -222,7 +228,7 @@ ALIASES = {
 GRADIENT_ALIASES = {name: alias for name, alias in ALIASES.items() if name != "through storage"}
 
 
-@deed(weight=6, what=WHAT, index=INDEX, kind=ALIASES, fault="privacy")
+@deed(weight=6, what=WHAT, index=INDEX, kind=ALIASES, fault="privacy", forward=LEFT, backward=LEFT)
 def hold(world, what, index, kind):
     """Looks first at those that are held since before the update."""
     world.see_held()
@@ -236,7 +242,7 @@ def hold_a_gradient(world, index, kind):
     hold(world, "gradient", index, kind)
 
 
-@deed(ALONE, kind=ALIASES, product=True)
+@deed(ALONE, kind=ALIASES, product=True, forward=LEFT, backward=LEFT)
 def hold_from_before_fuse_on(world, kind):
     model = world.build()
     alias = kind(model[0].weight)
@@ -246,7 +252,7 @@ def hold_from_before_fuse_on(world, kind):
         world.see("held", torch.as_tensor(alias))
 
 
-@deed(model=INDEX)
+@deed(model=INDEX, forward=LEFT, backward=LEFT)
 def hold_a_state_dict(world, model):
     """Looks first at those that are held since before the update."""
     world.see_held()
