@@ -11,6 +11,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -90,6 +91,12 @@ typedef struct of_span {
      * stores may go past the caches. A hint, taken where param is aligned to a cache
      * line; rows may ignore it. */
     bool past_caches;
+    /* For rules that round (of_rule.rounds): the place of the span's first element in the
+     * parameter's memory, and the number that the optimizer has for the parameter. They name the
+     * random integers (rules/draws.h). */
+    uint64_t first;
+    uint32_t parameter;
+    bool wide_state; /* the state is float32, and the row's dtype has 16 bits */
 } of_span;
 
 typedef void of_kernel_fn(const of_span *span, const void *scalars);
@@ -157,6 +164,9 @@ typedef struct of_rule {
     /* The formula is a program (program.h) that comes with each update and says which state it
      * uses; it is all that the scalars hold. */
     bool runs_programs;
+    /* It computes in float32 and rounds once, perhaps stochastically: parameters of 16 bits may have
+     * float32 state. It has rows for the CPU, and none for float64. */
+    bool rounds;
 } of_rule;
 
 /* The rules, ended by a row whose name is NULL; and their names and lists as text: see

@@ -11,15 +11,18 @@
 #define OF_FITS_FUSED OF_FITS_KERNELS
 #define OF_FITS_OP_BY_OP OF_FITS_KERNELS
 #define OF_FITS_PROGRAM OF_FITS_KERNELS
+#define OF_FITS_ROUNDED OF_FITS_KERNELS
 #define OF_FITS_GPU_FUSED(form)
 #define OF_FITS_GPU_OP_BY_OP(form)                                                                 \
     _Static_assert(sizeof(form##_scalars) <= OF_MAX_HYPER * sizeof(double), "scalars of " #form);
 #define OF_FITS_GPU_PROGRAM(form)
+#define OF_FITS_GPU_NONE(form)
 
 #define OF_KERNELS(rule)                                                                           \
     .scalars_size = sizeof(rule##_scalars), .state_used = rule##_state_used,                       \
     .prepare = rule##_prepare
 #define OF_IS_FUSED(rule, RULE) OF_KERNELS(rule)
+#define OF_IS_ROUNDED(rule, RULE) OF_KERNELS(rule), .rounds = true
 #define OF_IS_OP_BY_OP(rule, RULE) OF_KERNELS(rule), .op_by_op = true, .n_roots = RULE##_ROOTS
 #define OF_IS_PROGRAM(rule, RULE)                                                                  \
     .scalars_size = sizeof(rule##_scalars), .state_used = no_state_used,                           \
@@ -27,6 +30,7 @@
 #define OF_GPU_FUSED(form) NULL
 #define OF_GPU_OP_BY_OP(form) form##_prepare
 #define OF_GPU_PROGRAM(form) NULL
+#define OF_GPU_NONE(form) NULL
 enum { OF_UNCOUNTED, OF_COUNTED, OF_COUNTED_ON_GPU };
 
 /* The names of a rule, each list ended by NULL. */

@@ -40,6 +40,12 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
     X(__VA_ARGS__, bfloat16, OF_BFLOAT16)                                                          \
     X(__VA_ARGS__, float16, OF_FLOAT16)
 
+/* Those of rules that round. */
+#define OF_ROUNDED_DTYPES(X, ...)                                                                  \
+    X(__VA_ARGS__, float32, OF_FLOAT32)                                                            \
+    X(__VA_ARGS__, bfloat16, OF_BFLOAT16)                                                          \
+    X(__VA_ARGS__, float16, OF_FLOAT16)
+
 #define OF_DECLARE(rule, dtype, dtype_code, isa, isa_code)                                         \
     of_kernel_fn of_##rule##_##dtype##_##isa##_fused;                                              \
     of_kernel_fn of_##rule##_##dtype##_##isa##_plain;
@@ -71,6 +77,8 @@ _Static_assert(sizeof(of_cuda_scalars) <= OF_MAX_SCALARS, "the scalars of the CU
 #define OF_DECLARE_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_DECLARE, rule)
 #define OF_DECLARE_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_DECLARE_OP_BY_OP, rule)
 #define OF_DECLARE_CPU_PROGRAM OF_DECLARE_CPU_OP_BY_OP
+#define OF_DECLARE_CPU_ROUNDED(rule) OF_ROUNDED_DTYPES(OF_ISAS, OF_DECLARE, rule)
+#define OF_DECLARE_GPU_NONE(rule)
 #define OF_DECLARE_GPU_FUSED(rule) OF_DTYPES(OF_DECLARE_CUDA, rule)
 #define OF_DECLARE_GPU_OP_BY_OP(rule) OF_DTYPES(OF_DECLARE_CUDA_OP_BY_OP, rule)
 #define OF_DECLARE_GPU_PROGRAM OF_DECLARE_GPU_OP_BY_OP
@@ -82,6 +90,8 @@ OF_DECLARE_CUDA(adam_mixed, float32, OF_FLOAT32)
 #define OF_CPU_FUSED(rule) OF_DTYPES(OF_ISAS, OF_ROWS, rule)
 #define OF_CPU_OP_BY_OP(rule) OF_DTYPES(OF_OP_BY_OP_ISAS, OF_OP_BY_OP_ROW, rule)
 #define OF_CPU_PROGRAM OF_CPU_OP_BY_OP
+#define OF_CPU_ROUNDED(rule) OF_ROUNDED_DTYPES(OF_ISAS, OF_ROWS, rule)
+#define OF_GPU_NONE(rule)
 #define OF_GPU_FUSED(rule) OF_DTYPES(OF_CUDA_ROW, rule)
 #define OF_GPU_OP_BY_OP(rule) OF_DTYPES(OF_CUDA_OP_BY_OP_ROW, rule)
 #define OF_GPU_PROGRAM OF_GPU_OP_BY_OP

@@ -47,9 +47,14 @@ static inline __attribute__((always_inline)) void run_with(const of_update *upda
     const of_inputs *in = &update->in;
     const size_t numel = (size_t)in->numel;
     const size_t offset = begin * of_dtype_size(in->dtype);
-    of_span span = {.param = advance(in->param, offset), .grad = grad};
+    const size_t state_offset = in->wide ? begin * sizeof(float) : offset;
+    of_span span = {.param = advance(in->param, offset),
+                    .grad = grad,
+                    .first = begin,
+                    .parameter = (uint32_t)update->slot,
+                    .wide_state = in->wide};
     for (size_t i = 0; i < OF_FORMULA_STATE; i++)
-        span.state[i] = advance(in->state[i], offset);
+        span.state[i] = advance(in->state[i], state_offset);
     if (in->program)
         for (size_t i = OF_FORMULA_STATE; i < OF_MAX_STATE; i++)
             span.state[i] = advance(in->state[i], offset);

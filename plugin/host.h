@@ -29,7 +29,7 @@ extern "C" {
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
  * average. */
-enum { OF_ABI_VERSION = 18, OF_MAX_KEYS = 4 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 19, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -63,6 +63,7 @@ typedef struct of_inputs {
     float *numbers_at[OF_MAX_COUNTERS];
     bool mixed; /* the state is bfloat16, the parameter float32: of a rule that of_rule_mixed() has
                    kernels for */
+    bool wide;  /* the state is float32, the parameter of 16 bits: of a rule that rounds */
     const of_program *program; /* of a rule that runs programs: this update's, which reads and
                                   writes no other state than there is */
     const void *keys[OF_MAX_KEYS]; /* identities of the memory involved, for of_access();

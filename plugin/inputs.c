@@ -59,6 +59,9 @@ static of_status check_kind(const of_plan *plan, const of_inputs *in) {
         return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters on %s with bfloat16 state",
                        plan->rule->name, of_dtype_name(in->dtype),
                        in->device == OF_CPU ? "cpu" : "cuda");
+    if (in->wide && (!plan->rule->rounds || of_dtype_size(in->dtype) != 2))
+        return of_fail(OF_INVALID, "no kernel of '%s' for %s parameters with float32 state",
+                       plan->rule->name, of_dtype_name(in->dtype));
     return OF_OK;
 }
 

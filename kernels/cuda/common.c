@@ -34,6 +34,8 @@ static unsigned variant_of(const double *prepared) {
         (void)hyper;                                                                               \
         return (1u << OF_MAX_STATE) - 1u;                                                          \
     }
+#define OF_USED_NONE(rule)
+#define OF_ROW_NONE(rule, RULE, form, numbers)
 #define OF_ROW_FUSED(rule, RULE, form, numbers)                                                    \
     {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, false, 0, 0},
 #define OF_ROW_OP_BY_OP(rule, RULE, form, numbers)                                                 \

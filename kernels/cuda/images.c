@@ -44,6 +44,7 @@ typedef struct image {
 #define OF_DECLARE_FUSED OF_DECLARE
 #define OF_DECLARE_OP_BY_OP OF_DECLARE
 #define OF_DECLARE_PROGRAM OF_DECLARE
+#define OF_DECLARE_NONE(rule)
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_DECLARE_##gpu(rule)
 #include "rules.def"
 OF_DECLARE(scaling)
@@ -65,6 +66,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 #define OF_IMAGES_FUSED OF_IMAGES
 #define OF_IMAGES_OP_BY_OP OF_IMAGES
 #define OF_IMAGES_PROGRAM OF_IMAGES
+#define OF_IMAGES_NONE(rule)
 static image images[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_IMAGES_##gpu(rule)
 #include "rules.def"

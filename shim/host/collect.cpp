@@ -150,7 +150,7 @@ of_found look_up_state(Slot *slot, const c10::TensorImpl *p, unsigned used, of_i
     for (size_t i = 0; i < slot->plan->rule->n_state; i++) {
         if ((used >> i & 1u) == 0)
             continue;
-        if (check_state(slot, p, i, in->mixed) == OF_FOUND_ERROR)
+        if (check_state(slot, p, i, in) == OF_FOUND_ERROR)
             return OF_FOUND_ERROR;
         const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
         launch_others(s);
@@ -276,6 +276,10 @@ of_found fill_in(Slot *slot, c10::TensorImpl *p, const at::Tensor &grad, unsigne
         check_strides(slot, p, g, used) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;
     dense = dense && (!is_written_back(slot) || grad_is_like_it);
+    if (!dense && slot->plan->rule->rounds && in->dtype != OF_FLOAT32)
+        return refuse(slot, "", "or its state has holes or other strides",
+                      ", and random integers belong to places in memory: make them contiguous, or "
+                      "fuse the optimizer again");
     in->param = written_data_of(p);
     take_part(refs, in, p);
     const Overlap written = written_to_gradient(slot, p, grad, in->in_backward);
@@ -358,6 +362,7 @@ of_found collect_special(Plan *plan, Slot *slot, const at::Tensor &grad, of_inpu
     if (state_is_missing(slot, used))
         return in->in_backward && plan->leaves_stateless ? OF_FOUND_NOTHING : OF_FOUND_NEEDS_STATE;
     in->mixed = is_mixed(slot, p, used);
+    in->wide = is_wide(slot, p, used);
     if (is_gpu(p->device()) &&
         prepare_gpu(slot, p, in->dtype, in->mixed) == OF_FOUND_ERROR)
         return OF_FOUND_ERROR;

@@ -9,6 +9,7 @@
 #include "autograd/dtensor_gradients.h"
 #include "base/error.h"
 #include "base/threads.h"
+#include "cpu/draw_chunk.h"
 #include "doors/gpu_trial.h"
 #include "memory/memory.h"
 #include "plan/arguments.h"
@@ -219,6 +220,28 @@ void unseal_all(const std::vector<at::Tensor> &tensors) {
         unseal(storage_of(tensor.unsafeGetTensorImpl()));
 }
 
+// The integers of stochastic rounding (kernels/rules/draws.h) of as many elements as `to` has, an
+// int32 tensor without holes, from `first` on, in the order of its memory.
+void draw(const at::Tensor &to, at::ScalarType dtype, int64_t seed, int64_t step, int64_t parameter,
+          int64_t stream, int64_t first) {
+    const at::Tensor here = to.is_cpu() ? to : at::empty_like(to, to.options().device(at::kCPU));
+    const of_draw_key key =
+        of_key_of_stream(static_cast<uint64_t>(seed), static_cast<uint32_t>(step),
+                         static_cast<uint32_t>(parameter), static_cast<uint32_t>(stream));
+    auto *out = here.mutable_data_ptr<int32_t>();
+    const int64_t halves = dtype == at::kBFloat16 ? 2 : 1, chunk = 64 * halves;
+    of_words words;
+    for (int64_t at = first, end = first + here.numel(); at < end; at++) {
+        if (at == first || at % chunk == 0)
+            of_draw_chunk(words, static_cast<uint64_t>(at / chunk), &key);
+        const int64_t row = at % chunk / OF_DRAW_LANES;
+        const uint32_t word = words[row / halves][at % OF_DRAW_LANES];
+        *out++ = static_cast<int32_t>(halves == 1 ? word : word >> (row % 2 * 16) & 0xffffu);
+    }
+    if (!to.is_cpu())
+        to.copy_(here);
+}
+
 // Nothing: the first-use fallback has launched the update by now, and in
 // access() refused a consumed gradient.
 void access(const at::Tensor &) {}
@@ -271,6 +294,9 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("unseal(Tensor[] tensors) -> ()", optfuse::unseal_all);
     m.def("access(Tensor tensor) -> ()", optfuse::access);
     m.def("launch(Tensor tensor) -> ()", optfuse::launch_pending);
+    m.def("draw(Tensor(a!) to, ScalarType dtype, int seed, int step, int parameter, int stream, "
+          "int first) -> ()",
+          optfuse::draw);
     m.def("would_set_threads() -> bool", optfuse::would_set_threads);
     m.def("raise_error(str message) -> ()", optfuse::raise_error);
 }

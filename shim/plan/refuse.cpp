@@ -146,8 +146,9 @@ bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b) {
 
 namespace {
 
-bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, bool mixed) {
-    const at::ScalarType dtype = mixed ? at::kBFloat16 : p->dtype().toScalarType();
+bool has_form(const c10::TensorImpl *s, const c10::TensorImpl *p, const of_inputs *in) {
+    const at::ScalarType own = p->dtype().toScalarType();
+    const at::ScalarType dtype = in->mixed ? at::kBFloat16 : in->wide ? at::kFloat : own;
     return s->dtype().toScalarType() == dtype && equal(s->sizes(), p->sizes());
 }
 
@@ -167,15 +168,23 @@ bool is_mixed(const Slot *slot, const c10::TensorImpl *p, unsigned used) {
     return all;
 }
 
-of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, bool mixed) {
+bool is_wide(const Slot *slot, const c10::TensorImpl *p, unsigned used) {
+    bool all = slot->plan->rule->rounds && p->dtype().itemsize() == 2;
+    for (size_t i = 0; all && i < slot->plan->rule->n_state; i++)
+        if ((used >> i & 1u) != 0)
+            all = slot->state[i].scalar_type() == at::kFloat;
+    return all;
+}
+
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, const of_inputs *in) {
     const char *which = "the optimizer state of ";
     const c10::TensorImpl *s = slot->state[i].unsafeGetTensorImpl();
-    if (!mixed && may_be_mixed(slot, p, s))
+    if (!in->mixed && may_be_mixed(slot, p, s))
         return refuse(slot, which, "is bfloat16",
                       ", which PyTorch takes for float32 parameters on a GPU only, from release "
                       "2.12 on, and of all averages of a parameter or of none: load or create it "
                       "in float32");
-    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, mixed))
+    if (!has_memory(s) || s->device() != p->device() || !has_form(s, p, in))
         return refuse(slot, which, "has another dtype, device, layout or shape than the parameter",
                       ": load or create it to match");
     if (is_lazy(s) || is_expanded(s))

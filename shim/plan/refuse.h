@@ -52,8 +52,10 @@ of_found check_gradient(const Slot *slot, const c10::TensorImpl *p, const c10::T
                         bool is_written);
 // Whether all state in use is bfloat16, beside a float32 parameter on a GPU, and may be.
 bool is_mixed(const Slot *slot, const c10::TensorImpl *p, unsigned used);
-// i: of the rule's state tensors, or of the program's. mixed: as is_mixed() says.
-of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, bool mixed);
+// Whether all state in use is float32, beside a parameter of 16 bits, of a rule that rounds.
+bool is_wide(const Slot *slot, const c10::TensorImpl *p, unsigned used);
+// i: of the rule's state tensors, or of the program's. *in: mixed and wide are known.
+of_found check_state(const Slot *slot, const c10::TensorImpl *p, size_t i, const of_inputs *in);
 // Whether they have memory in common. Those with holes that lie in each other's are taken to, too.
 bool meet(const c10::TensorImpl *a, const c10::TensorImpl *b);
 // Whether state tensors of a kernel's rule have one storage. (A program may read one twice.)

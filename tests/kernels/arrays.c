@@ -47,7 +47,9 @@ void guarded_destroy(guarded *area) {
 }
 
 of_dtype arrays_dtype(const arrays *a, int i) {
-    return a->mixed && i >= 2 ? OF_BFLOAT16 : a->dtype;
+    if (i < 2)
+        return a->dtype;
+    return a->mixed ? OF_BFLOAT16 : a->wide ? OF_FLOAT32 : a->dtype;
 }
 
 void arrays_create(arrays *a, size_t most_bytes) {
@@ -165,7 +167,11 @@ void arrays_copy(arrays *to, const arrays *from) {
 }
 
 of_span arrays_span(const arrays *a, size_t tail) {
-    of_span span = {.param = a->at[0], .grad = a->at[1], .n = a->n, .tail = tail};
+    of_span span = {.param = a->at[0],
+                    .grad = a->at[1],
+                    .n = a->n,
+                    .tail = tail,
+                    .wide_state = a->wide};
     for (int i = 0; i < OF_MAX_STATE; i++)
         span.state[i] = a->at[2 + i];
     return span;

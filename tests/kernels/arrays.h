@@ -22,7 +22,8 @@ void guarded_destroy(guarded *area);
  * or is NULL if absent. Around them lies a known pattern. */
 typedef struct arrays {
     of_dtype dtype;
-    bool mixed; /* the states are bfloat16; set before they are placed */
+    /* The states are bfloat16, or float32; set before they are placed. */
+    bool mixed, wide;
     size_t n;
     guarded areas[N_ARRAYS];
     unsigned char *at[N_ARRAYS];

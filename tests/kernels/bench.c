@@ -33,7 +33,9 @@ void bench_usual_hyper(const of_rule *rule, double *hyper) {
                  {"step_size_min", 1e-6},
                  {"step_size_max", 50.0},
                  {"lambd", 1e-4},
-                 {"t0", 1e6}};
+                 {"t0", 1e6},
+                 {"stochastic_rounding", 1.0},
+                 {"stochastic_state", 1.0}};
     for (size_t i = 0; i < rule->n_hyper; i++) {
         hyper[i] = 0.0;
         for (size_t k = 0; k < sizeof usual / sizeof *usual; k++)
@@ -53,7 +55,7 @@ static unsigned count_bits(unsigned bits) {
  * that they do not fall on each other in the cache. */
 static of_span carve(unsigned char *block, size_t bytes, unsigned used, size_t n) {
     const size_t stride = bytes + 4096 + 256;
-    of_span span = {block, block + stride, {NULL}, n, 0, NULL, NULL, false};
+    of_span span = {.param = block, .grad = block + stride, .n = n};
     unsigned char *next = block + 2 * stride;
     for (unsigned i = 0; i < OF_MAX_STATE; i++) {
         if (used & (1u << i)) {

@@ -34,6 +34,9 @@ typedef struct trial {
     bool scaled;  /* the gradient is multiplied first */
     bool past_caches;
     double factors[2];
+    uint64_t first; /* of a rule that rounds, and the next two */
+    uint32_t parameter;
+    bool wide;
     of_instruction code[MOST_INSTRUCTIONS]; /* of a rule that runs programs */
     of_program program;
 } trial;
@@ -67,13 +70,16 @@ static double random_hyper(const char *name, uint64_t *random) {
     static const double weights[] = {0.0, 0.0, 0.01, 0.3};
     static const double rates[] = {0.0, 1e-3, 0.1, 7.0};
     static const double eps[] = {0.0, 1e-8, 1e-3};
-    if (is_one_of(name, "amsgrad maximize decoupled nesterov centered decoupled_weight_decay"))
+    if (is_one_of(name, "amsgrad maximize decoupled nesterov centered decoupled_weight_decay "
+                        "stochastic_rounding stochastic_state"))
         return pick(random, flags, 2);
     if (strncmp(name, "beta", 4) == 0 ||
         is_one_of(name, "momentum dampening alpha rho etaminus"))
         return pick(random, betas, 5);
     if (strcmp(name, "weight_decay") == 0)
         return pick(random, weights, 4);
+    if (strcmp(name, "seed") == 0)
+        return (double)(random_next(random) >> 11);
     return strcmp(name, "eps") == 0 ? pick(random, eps, 3) : pick(random, rates, 4);
 }
 
@@ -114,6 +120,9 @@ static trial random_trial(const of_rule *rule, uint64_t *random) {
     t.past_caches = random_next(random) % 2 == 0;
     t.factors[0] = pick(random, factors, 4);
     t.factors[1] = pick(random, factors, 4);
+    t.first = random_next(random) >> (random_next(random) % 2 ? 50 : 20);
+    t.parameter = (uint32_t)(random_next(random) % 1000);
+    t.wide = rule->rounds && random_next(random) % 2 == 0;
     if (rule->runs_programs)
         t.program = random_program(t.code, t.scaled, OF_REGISTERS, random);
     return t;
@@ -125,6 +134,9 @@ static void print_trial(const of_rule *rule, const trial *t) {
         printf(" %s %g", rule->hyper[i], t->hyper[i]);
     printf(" counters %g %g%s", t->counters[0], t->counters[1], t->library ? " library" : "");
     printf("%s", t->past_caches ? " past the caches" : "");
+    if (rule->rounds)
+        printf(" first %" PRIu64 " of parameter %u%s", t->first, (unsigned)t->parameter,
+               t->wide ? ", float32 state" : "");
     if (t->scaled)
         printf(" factors %g %g", t->factors[0], t->factors[1]);
     for (size_t i = 0; rule->runs_programs && i < t->program.n; i++)
@@ -148,6 +160,8 @@ static void run(const of_kernel *row, const of_rule *rule, const trial *t, const
     of_span span = arrays_span(a, t->tail);
     span.factors = t->scaled ? t->factors : NULL;
     span.past_caches = t->past_caches;
+    span.first = t->first;
+    span.parameter = t->parameter;
     if (t->library)
         span.square_roots = row->dtype == OF_FLOAT64 ? roots_of_doubles : roots_of_floats;
     of_count count = {.step = t->step, .counters = {t->counters[0], t->counters[1]}};
@@ -171,6 +185,7 @@ static size_t compare(const of_kernel *row, const of_kernel *with, const of_rule
                       arrays *mine, arrays *theirs, bool report, uint64_t *random) {
     trial t = random_trial(rule, random);
     const unsigned used = used_by(rule, &t);
+    mine->wide = theirs->wide = t.wide && of_dtype_size(row->dtype) == 2;
     if (t.past_caches)
         arrays_place_aligned(mine, row->dtype, t.n, used, 64, random);
     else

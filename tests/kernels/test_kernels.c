@@ -93,7 +93,7 @@ TEST(every_rule_reference_and_dtype_has_its_rows) {
         for (int reference = 0; reference < OF_REF_CUDA_FUSED; reference++)
             for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
                 for (int isa = 0; isa < OF_ISA_COUNT; isa++)
-                    if (of_isa_runs((of_isa)isa))
+                    if (of_isa_runs((of_isa)isa) && !(rule->rounds && dtype == OF_FLOAT64))
                         expect_row(rule, (of_reference)reference, (of_dtype)dtype, (of_isa)isa);
 }
 
@@ -239,7 +239,7 @@ TESTS(an_update_is_that_of_the_formula, LENGTH(updates)) {
     double param = updates[row].param, state[3];
     memcpy(state, updates[row].state, sizeof state);
     const of_span span = {
-        &param, &updates[row].grad, {&state[0], &state[1], &state[2]}, 1, 0, NULL, NULL, false};
+        .param = &param, .grad = &updates[row].grad, .state = {&state[0], &state[1], &state[2]}, .n = 1};
     update(updates[row].rule, OF_FLOAT64, updates[row].hyper, updates[row].step, &span);
     ck_assert_msg(fabs(param - updates[row].new_param) <= near[0], "%s: %.17g", updates[row].what,
                   param);
@@ -252,7 +252,8 @@ TEST(amsgrad_meets_nan_as_the_reference_does) {
     const double hyper[] = {0.1, 0.9, 0.9, 1e-8, 0.0, 1, 0, 0};
     float param[2] = {1, 1}, average[2] = {0}, square[2] = {0}, largest[2] = {4, 4};
     const float grad[2] = {NAN, NAN};
-    const of_span span = {param, grad, {average, square, largest}, 2, 1, NULL, NULL, false};
+    const of_span span = {
+        .param = param, .grad = grad, .state = {average, square, largest}, .n = 2, .tail = 1};
     update("adam", OF_FLOAT32, hyper, 1, &span);
     ck_assert_msg(isnan(largest[0]), "the vector formula spreads NaN, got %g", (double)largest[0]);
     ck_assert_msg(largest[1] == 4, "the scalar one keeps the old value, got %g",
@@ -264,7 +265,7 @@ TEST(sgd_updates_whole_vectors_of_16_bit_types) {
     uint16_t param[64], grad[64];
     for (int i = 0; i < 64; i++)
         param[i] = 0x4000, grad[i] = 0x3f80; /* bfloat16: 2 and 1 */
-    const of_span span = {param, grad, {NULL}, 64, 0, NULL, NULL, false};
+    const of_span span = {.param = param, .grad = grad, .n = 64};
     update("sgd", OF_BFLOAT16, hyper, 1, &span);
     for (int i = 0; i < 64; i++)
         ck_assert_uint_eq(param[i], 0x3f80);
@@ -276,7 +277,7 @@ TEST(denormals_are_not_flushed) {
     const float grad[9] = {0};
     for (int i = 0; i < 9; i++)
         param[i] = 1e-42f;
-    const of_span span = {param, grad, {NULL}, 9, 1, NULL, NULL, false};
+    const of_span span = {.param = param, .grad = grad, .n = 9, .tail = 1};
     update("sgd", OF_FLOAT32, hyper, 1, &span);
     for (int i = 0; i < 9; i++)
         ck_assert(param[i] == 1e-42f);

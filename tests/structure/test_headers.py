@@ -29,6 +29,7 @@ MACROS = {
     "kernels/cpu/memory.h": INSTANCE,
     "kernels/cpu/narrow_array.h": INSTANCE,
     "kernels/cpu/narrow_block.h": NARROW,
+    "kernels/cpu/rounded_block.h": NARROW,
     "kernels/cpu/stored.h": INSTANCE,
     "kernels/cpu/op_by_op_instance.h": OP_BY_OP,
     "kernels/cpu/op_by_op_numbers.h": OP_BY_OP,

@@ -37,6 +37,7 @@ typedef struct kernel_row {
 #define DTYPES_FUSED DTYPES
 #define DTYPES_OP_BY_OP DTYPES
 #define DTYPES_PROGRAM DTYPES
+#define DTYPES_NONE(sets, X, rule)
 
 /* The "code" of an image is its name, and says whether it is that for older drivers. */
 #define IMAGE(name)                                                                                \
@@ -47,6 +48,7 @@ typedef struct kernel_row {
 #define IMAGES_FUSED IMAGES
 #define IMAGES_OP_BY_OP IMAGES
 #define IMAGES_PROGRAM IMAGES
+#define IMAGES_NONE(rule)
 #define DECLARE(rule, dtype, used)                                                                 \
     kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;
 
