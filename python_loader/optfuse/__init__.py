@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from optfuse._fuse import flush, fuse, unfuse
     from optfuse._process import keep_memory
     from optfuse._registered import register
+    from optfuse._rounding import random_bits
     from optfuse._summary import Summary, explain, summary
     from optfuse_layers.delay.delayed_updates import drain
     from optfuse_layers.kfac.kfac import KFAC, KFACSummary, kfac
@@ -55,6 +56,7 @@ __all__ = [
     "kfac",
     "optim",
     "pipeline",
+    "random_bits",
     "register",
     "reorder",
     "summary",

@@ -32,7 +32,7 @@ from optfuse._dtensor.local_tensors import is_dtensor
 from optfuse._gpu import lr_of
 from optfuse._library.bindings import Error, lib
 from optfuse._library.loader import REBUILD
-from optfuse.optim import CLASSES
+from optfuse.optim import CLASSES, ROUNDING
 
 Group = dict[str, Any]
 MakeState = Callable[[Optimizer, type[Optimizer], Group, Tensor], None]
@@ -85,7 +85,7 @@ def _rows(text: str) -> dict[str, dict[str, Any]]:
     """The fields of Rule that the C library's table of rules has (kernels/rules/lists.h)."""
     rows = {}
     for line in text.splitlines():
-        name, _, steps, *lists = line.split(":")
+        name, kind, steps, *lists = line.split(":")
         state, options, counters = (tuple(words.split()) for words in lists)
         rows[name] = {
             "options": tuple(_PLACES.get(option, option) for option in options),
@@ -93,6 +93,7 @@ def _rows(text: str) -> dict[str, dict[str, Any]]:
             "counters": counters,
             "counts_on_gpu": steps == "COUNTED_ON_GPU",
             "counts_steps": steps != "UNCOUNTED",
+            "rounds": kind == "ROUNDED",
         }
     return rows
 
@@ -110,6 +111,9 @@ class Rule:
     counters: tuple[str, ...]  # 0-dim tensors other than "step" that count updates
     counts_on_gpu: bool  # of a parameter on a GPU all of these are there, too
     counts_steps: bool  # there is a "step"
+    # It computes in float32 and rounds once: parameters of 16 bits may have float32 state. It has
+    # kernels for the CPU, and none for float64.
+    rounds: bool
     # The implementation of PyTorch on the CPU whose bits are reproduced, and the
     # flag of a group that selects it.
     reference: str = "fused=True"
@@ -270,6 +274,7 @@ RULES: dict[type[Optimizer], Rule] = {
 }
 # Those of optfuse.optim have the name of their rule.
 RULES |= {cls: _rule(cls.__name__.lower(), reference="step()", tried=True) for cls in CLASSES}
+RULES |= {cls: _rule(name, reference="step()", tried=True) for cls, name in ROUNDING.items()}
 
 # In backward mode. They look at numbers of gradients, or call many operators on small matrices.
 NATIVE: dict[type[Optimizer], RegisteredRule] = {

@@ -6,11 +6,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from optfuse._rounding import MOST, NARROW, store
+
+Group = dict[str, Any]
+Entry = dict[str, Tensor]
+States = list[Tensor]
 
 
 class _OneByOne(Optimizer):
@@ -26,9 +33,7 @@ class _OneByOne(Optimizer):
         for entry in self.state.values() if self.COUNTS else ():
             entry["step"] = torch.as_tensor(entry["step"], dtype=torch.float32, device="cpu")
 
-    def _init_group(
-        self, group: dict[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
-    ) -> None:
+    def _init_group(self, group: Group, params: list[Tensor], states: list[Entry]) -> None:
         """Collects the parameters that have a gradient, and makes their state."""
         for param in group["params"]:
             if param.grad is None:
@@ -39,10 +44,16 @@ class _OneByOne(Optimizer):
             if not state:
                 if self.COUNTS:
                     state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                dtype = self._state_dtype(group, param)
                 for name in self.STATE:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                    state[name] = torch.zeros_like(
+                        param, dtype=dtype, memory_format=torch.preserve_format
+                    )
             params.append(param)
             states.append(state)
+
+    def _state_dtype(self, group: Group, param: Tensor) -> torch.dtype:
+        return param.dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -52,21 +63,79 @@ class _OneByOne(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        every = chain.from_iterable(group["params"] for group in self.param_groups)
+        numbers = {id(param): i for i, param in enumerate(every)}
         for group in self.param_groups:
             params: list[Tensor] = []
-            states: list[dict[str, Tensor]] = []
+            states: list[Entry] = []
             self._init_group(group, params, states)
             for param, state in zip(params, states, strict=True):
                 assert param.grad is not None
                 grad = -param.grad if group["maximize"] else param.grad
-                self._update(group, param, grad, state)
+                self._update(group, param, grad, state, numbers[id(param)])
         return loss
 
-    def _update(
-        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        """grad: with the sign that descends."""
+    def _update(self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int) -> None:
+        """grad: with the sign that descends. number: what state_dict() calls the parameter."""
         raise NotImplementedError
+
+
+class _Rounding(_OneByOne):
+    """Computes in float32, whatever is in memory, and rounds once: parameters of 16 bits to nearest
+    or, by their group's stochastic_rounding, stochastically. Their state is float32; with
+    stochastic_state it is of their dtype, and rounded so, too."""
+
+    COUNTS = True
+
+    def _state_dtype(self, group: Group, param: Tensor) -> torch.dtype:
+        is_wide = param.dtype in NARROW and not group["stochastic_state"]
+        return torch.float32 if is_wide else param.dtype
+
+    def _update(self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int) -> None:
+        state["step"] += 1
+        step = int(state["step"].item())
+        stored = [param, *(state[name] for name in self.STATE)]
+        wide = [tensor.float() if tensor.dtype in NARROW else tensor for tensor in stored]
+        self._compute(
+            group, wide[0], grad.float() if grad.dtype in NARROW else grad, wide[1:], step
+        )
+        for stream, (to, numbers) in enumerate(zip(stored, wide, strict=True)):
+            if to is numbers:
+                continue  # it was computed in place
+            if group["stochastic_rounding"] and (stream == 0 or group["stochastic_state"]):
+                store(to, numbers, int(group["seed"]), step, number, stream)
+            else:
+                to.copy_(numbers)
+
+    def _compute(self, group: Group, param: Tensor, grad: Tensor, state: States, step: int) -> None:
+        """The update in place, of param and of state, in the order of STATE."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch.optim, but state keeps its dtype, which PyTorch makes the parameter's."""
+        found: list[dict[str, Any]] = []  # as hooks have left it, which run before this one
+        look = self.register_load_state_dict_pre_hook(lambda _, given: found.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            look.remove()
+        ((given),) = found
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(numbers, params, strict=True):
+            for name, saved in given["state"].get(number, {}).items():
+                now = self.state[param][name]
+                if name in self.STATE and saved.dtype is not now.dtype:
+                    self.state[param][name] = saved.to(device=now.device, copy=True)
+
+
+def _rounding(rounding: bool, state: bool, seed: int) -> Group:
+    """The options of a group."""
+    if state and not rounding:
+        raise ValueError("Invalid stochastic_state=True without stochastic_rounding=True")
+    if not (isinstance(seed, int) and 0 <= seed <= MOST["seed"]):
+        raise ValueError(f"Invalid seed, a whole number from 0 to 2**53 - 1: {seed}")
+    return {"stochastic_rounding": rounding, "stochastic_state": state, "seed": seed}
 
 
 def _check_numbers(lr: Any, betas: Any, n_betas: int, weight_decay: float) -> None:
@@ -95,6 +164,8 @@ class Lion(_OneByOne):
     betas: of the update and of the momentum, in [0, 1).
     weight_decay: decoupled, as AdamW's; about three to ten times AdamW's.
     maximize: ascends.
+    stochastic_rounding, stochastic_state, seed: as AdamW's. With the first the optimizer is a
+        RoundedLion, which computes in float32, rounds once and counts its steps.
 
     The state has one tensor a parameter, "exp_avg", of its shape and dtype.
     Raises ValueError for a number out of its range and RuntimeError for a
@@ -102,6 +173,9 @@ class Lion(_OneByOne):
     """
 
     STATE = ("exp_avg",)
+
+    def __new__(cls, *args: Any, stochastic_rounding: bool = False, **options: Any) -> Lion:
+        return super().__new__(RoundedLion if stochastic_rounding and cls is Lion else cls)
 
     def __init__(
         self,
@@ -111,20 +185,34 @@ class Lion(_OneByOne):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
+        stochastic_state: bool = False,
+        seed: int = 0,
     ) -> None:
         _check_numbers(lr, betas, 2, weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
+        rounding = _rounding(stochastic_rounding, stochastic_state, seed)
+        super().__init__(params, {**defaults, **(rounding if isinstance(self, _Rounding) else {})})
 
-    def _update(
-        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
+    def _update(self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int) -> None:
         exp_avg, lr, decay = state["exp_avg"], float(group["lr"]), float(group["weight_decay"])
         beta1, beta2 = map(float, group["betas"])
         update = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
         param.mul_(1 - lr * decay)
         param.add_(update, alpha=-lr)
         exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+class RoundedLion(_Rounding, Lion):
+    """Lion(stochastic_rounding=True)."""
+
+    def _compute(self, group: Group, param: Tensor, grad: Tensor, state: States, step: int) -> None:
+        (exp_avg,) = state
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = map(float, group["betas"])
+        update = exp_avg.mul(beta1).add_(grad.mul(1 - beta1)).sign_()
+        param.mul_(1 - lr * decay).add_(update.mul_(-lr))
+        exp_avg.mul_(beta2).add_(grad.mul(1 - beta2))
 
 
 class Adan(_OneByOne):
@@ -180,9 +268,7 @@ class Adan(_OneByOne):
         }
         super().__init__(params, defaults)
 
-    def _update(
-        self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
+    def _update(self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int) -> None:
         lr, eps = float(group["lr"]), float(group["eps"])
         decay = lr * float(group["weight_decay"])
         beta1, beta2, beta3 = map(float, group["betas"])
@@ -206,5 +292,76 @@ class Adan(_OneByOne):
             param.mul_(1 / (1 + decay))
 
 
+class AdamW(_Rounding):
+    """AdamW ("Decoupled Weight Decay Regularization", arXiv 1711.05101, algorithm 2) that computes
+    in float32, whatever the parameters' dtype, and rounds once:
+
+        p = (1 - lr * weight_decay) * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        p = p - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
+
+    params: of float32, bfloat16, float16 or float64 (then it computes in that), or groups of them.
+    lr, betas, eps, weight_decay, maximize: as torch.optim.AdamW's.
+    stochastic_rounding: parameters of 16 bits are rounded up or down at random, with the
+        probabilities that make their mean the number that was computed. So they move by steps that
+        rounding to nearest swallows, and need no copy in float32.
+    stochastic_state: m and v of such parameters are of their dtype, and rounded stochastically,
+        too. Without it they are float32.
+    seed: of the random numbers, from 0 to 2**53 - 1. Two optimizers of one model should have
+        different ones, all processes of a training the same.
+
+    The random numbers are optfuse.random_bits() of seed, t, the number that state_dict() has for
+    the parameter, and the element: no generator has a state, the order of parameters and the number
+    of threads change no bit, and a run that is resumed goes on as it would have.
+
+    The state has "step" (t), a 0-dim float32 tensor on the CPU, "exp_avg" (m) and "exp_avg_sq" (v),
+    of a parameter's shape. load_state_dict() leaves their dtype as it was saved. Raises ValueError
+    for a number out of its range and RuntimeError for a sparse gradient.
+    """
+
+    STATE = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        stochastic_rounding: bool = False,
+        stochastic_state: bool = False,
+        seed: int = 0,
+    ) -> None:
+        _check_numbers(lr, betas, 2, weight_decay)
+        if not eps >= 0.0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            **_rounding(stochastic_rounding, stochastic_state, seed),
+        }
+        super().__init__(params, defaults)
+
+    def _compute(self, group: Group, param: Tensor, grad: Tensor, state: States, step: int) -> None:
+        exp_avg, exp_avg_sq = state
+        lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        exp_avg.mul_(beta1).add_(grad.mul(1 - beta1))
+        exp_avg_sq.mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))
+        # The root of a float32 is correctly rounded so, on every device; sqrt() on the CPU is not.
+        root = exp_avg_sq.double().sqrt_().to(exp_avg_sq.dtype)
+        denominator = root.mul_(1 / math.sqrt(1 - beta2**step)).add_(eps)
+        param.mul_(1 - lr * decay)
+        param.add_(exp_avg.div(denominator).mul_(-lr / (1 - beta1**step)))
+
+
 #: The rule of each has its name in small letters.
 CLASSES = (Lion, Adan)
+#: Classes that round once have rules of these names.
+ROUNDING = {AdamW: "adamw", RoundedLion: "lion_rounded"}

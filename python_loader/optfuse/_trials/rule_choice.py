@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from optfuse._dtensor.local_tensors import has_holes
+from optfuse._dtensor.local_tensors import has_holes, is_dtensor
 from optfuse._gpu import is_gpu, is_on_gpu
 from optfuse._rules import RECORDED, RULES, Group, Rule
 from optfuse._trials import stock_trial
@@ -47,6 +47,14 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group], fuse: FuseBy) ->
     make(groups)
 
 
+#: Parameters for which rules that round have no kernels.
+_NOT_ROUNDED: dict[str, Callable[[Tensor], bool]] = {
+    "are on a GPU": lambda p: is_gpu(p.device),
+    "are float64": lambda p: p.dtype is torch.float64,
+    "are DTensors": is_dtensor,
+}
+
+
 def _is_narrow_with_holes(param: Tensor) -> bool:
     is_on_cpu = param.device.type == "cpu"
     return is_on_cpu and param.dtype.itemsize == 2 and has_holes(param)
@@ -69,6 +77,10 @@ def why_not_tried(
 ) -> list[str]:
     """Why an update that has to pass a trial is not used for these groups."""
     params = [p for group in groups for p in group["params"]]
+    if rule.rounds and (
+        found := [kind for kind, is_it in _NOT_ROUNDED.items() if any(map(is_it, params))]
+    ):
+        return [f"some parameters {' and '.join(found)}, for which there are no kernels"]
     if rule.reference != "fused=True" and any(map(_is_narrow_with_holes, params)):
         return ["some parameters of 16 bits have holes, where PyTorch's operators round more often"]
     if rule.tried and _any_on_gpu(groups):
