@@ -31,6 +31,7 @@ import pipeline_run
 import pipeline_sleep
 import promised_gradients
 import reorder
+import rounding
 import small
 import start
 import survey
@@ -53,6 +54,7 @@ SECTIONS = {
     "launch": launch.section,
     "start": start.section,
     "trips": trips.section,
+    "rounding": rounding.section,
     "promises": promised_gradients.section,
     "survey": survey.section,
     "recorded": any_optimizer.section,
@@ -74,6 +76,7 @@ OF_ANY_OPTIMIZER = (
     "start",
     "trips",
     "promises",
+    "rounding",
     "kernels",
     "reorder",
     "kfac",
@@ -93,6 +96,7 @@ HELP = """sections:
   launch   instructions of the host around an update, for a CPU and for a GPU
   start    milliseconds before a script trains: imports, an optimizer, fuse()
   trips    Python functions that an iteration enters, and its calls of the library
+  rounding an update of bfloat16 that is rounded stochastically
   promises thin linear layers whose gradients are promises, under two policies of memory
   survey   optimizers of other packages, recorded: equal to stock, and where; see --packages
   recorded step() of ten classes of another package, by itself and recorded; see --packages

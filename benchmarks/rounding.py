@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Section rounding: one update of a large bfloat16 parameter that is rounded stochastically, beside
+torch.optim.AdamW(fused=True), which rounds to nearest. On one thread, in nanoseconds of the
+processor's time an element, so that other programs disturb little; interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from figures import FUSED, columns, median_interval, title
+from torch import nn
+from torch.optim import Optimizer
+
+import optfuse
+from optfuse.optim import AdamW
+
+Run = Callable[[], object]
+LARGE, SMALL = 1 << 24, 1 << 16  # elements: beyond all caches, and for --smoke
+ROUNDS, SMOKE_ROUNDS, EAGER_ROUNDS = 31, 3, 3
+ROUNDED: dict[str, dict[str, Any]] = {
+    "to nearest, float32 state": {},
+    "rounded, float32 state": {"stochastic_rounding": True},
+    "state rounded, too": {"stochastic_rounding": True, "stochastic_state": True},
+}
+ISAS = ("avx512", "avx2")
+EAGER = "step() by operators"
+
+
+def parameter(n: int) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.randn(n, generator=generator).bfloat16())
+    param.grad = torch.randn(n, generator=generator).bfloat16()
+    return param
+
+
+def fused(optimizer: Optimizer, isa: str) -> Run:
+    """Its step, whose update runs before it returns. Raises optfuse.Error where the processor lacks
+    the instructions."""
+    before = os.environ.get("OPTFUSE_ISA")
+    os.environ["OPTFUSE_ISA"] = isa
+    try:
+        optfuse.fuse(optimizer)
+        optimizer.step()  # with it the state
+        optfuse.flush()
+    finally:
+        os.environ.pop("OPTFUSE_ISA")
+        if before is not None:
+            os.environ["OPTFUSE_ISA"] = before
+
+    def run() -> None:
+        optimizer.step()
+        optfuse.flush()
+
+    return run
+
+
+def variants(n: int) -> dict[str, Run]:
+    stock = torch.optim.AdamW([parameter(n)], fused=True)
+    found: dict[str, Run] = {FUSED: stock.step}
+    for isa in ISAS:
+        for name, options in ROUNDED.items():
+            try:
+                found[f"{name}, {isa}"] = fused(AdamW([parameter(n)], **options), isa)
+            except optfuse.Error as error:
+                print(f"left out: {error}")
+                break
+    return found
+
+
+def ns_each(run: Run, n: int) -> float:
+    began = time.process_time()
+    run()
+    return (time.process_time() - began) / n * 1e9
+
+
+def section(chosen: argparse.Namespace) -> dict[str, Any]:
+    n = SMALL if chosen.smoke else LARGE
+    rounds = chosen.rounds or (SMOKE_ROUNDS if chosen.smoke else ROUNDS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = variants(n)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for i in range(rounds + 1):
+            for name, run in runs.items():
+                ns = ns_each(run, n)
+                times[name] += [ns] if i else []  # the first one warms up
+        eager = AdamW([parameter(n)], **ROUNDED["state rounded, too"])
+        times[EAGER] = [ns_each(eager.step, n) for _ in range(EAGER_ROUNDS)]
+    finally:
+        torch.set_num_threads(before)
+    title(f"{n} elements of bfloat16: ns of processor an element, and by {FUSED}'s")
+    rows, lines = [], []
+    for name, ns in times.items():
+        ratios = [a / b for a, b in zip(ns, times[FUSED], strict=False)]
+        alone, ratio = median_interval(ns), median_interval(ratios)
+        rows.append({"what": name, "ns": alone.rounded(), "by_stock": ratio.rounded()})
+        lines.append([name, f"{alone.median:.3f}", str(ratio)])
+    print(columns([["", "ns", f"by {FUSED}"], *lines]))
+    return {"elements": n, "updates": rows}
