@@ -2,6 +2,7 @@
 """The benchmark's race of the optimizers compares what it says: each of stock's
 implementations there is, the best of them, and the same bits in the end."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,16 @@ def test_only_an_interval_below_one_is_called_slower(kernels):
         speed = {"for-loop": Interval(0.9, 0.8, high)}
         raced = kernels.Raced("SGD", "1 M", ms, {}, speed, "for-loop", True, None)
         assert raced.cells()[-1] == word
+
+
+def test_the_section_rounding_times_each_way_beside_stock(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import rounding
+
+    found = rounding.section(Namespace(smoke=True, rounds=1))
+    names = [row["what"] for row in found["updates"]]
+    assert names[0] == "fused=True" and names[-1] == rounding.EAGER
+    assert {f"{name}, avx2" for name in rounding.ROUNDED} < set(names)
+    assert found["updates"][0]["by_stock"].median == 1 and all(
+        r["ns"].low > 0 for r in found["updates"]
+    )
