@@ -27,8 +27,9 @@ LEFT_OUT = {
     r"dtensor|DTensors\]|without_storage": NOT_PLAYED,
     r"storage_of_a_consumed": HOST_MEMORY,
     r"could_not_be_overwritten": "PyTorch's own error comes after a copy_ that failed there",
+    r"gradients_of_layers_are_their_own\[recurrent": NOT_PLAYED,
     r"sparse|a_failure_names_its_parameter": NOT_PLAYED,
-    r"lazy_parameter|lazy_zero|lazily_negated": NOT_PLAYED,
+    r"holes_from_the_beginning|strides_that_come_later|group_with_holes": "of the CPU's kernels",
     r"capability": "a CPU has it",
     r"iteration_in_another_order": "times that decide of an order are a CPU's",
 }
@@ -38,6 +39,7 @@ LEFT_OUT_WHERE_IT_IS_PLAYED = {
     r"DLPack|\[(adamw-|sgd-)?data =\]": NOT_PLAYED,
     # p.data = launches nothing there.
     r"another_dtype|forward-(write|new_data|vector_to_parameters|cast_before_step)\]": NOT_PLAYED,
+    r"replace_gradients_by_zeros": NOT_PLAYED,
     r"-(change_the_objects|average_by_other_kinds)\]": "float64 rates, and Adafactor's roundings",
     r"change_groups\]": "Adafactor's last bit is another one, RMSprop doesn't raise: not explained",
     r"forward-change_state\]": "Adafactor's last bit is another one there: not explained",

@@ -12,8 +12,13 @@ from programs.deed import DEEDS
 from programs.deeds.tuning import SCHEDULERS
 from programs.play import MODES
 
-#: On a device those of random programs.
-PLAYED = [name for name, deed in DEEDS.items() if not DEVICE or deed.weight]
+#: On a device those of random programs, and what is about memory or kernels.
+OF_DEVICES = ("clipping", "layouts", "overwriting", "zeroing")
+PLAYED = [
+    name
+    for name, deed in DEEDS.items()
+    if not DEVICE or deed.weight or deed.function.__module__.endswith(OF_DEVICES)
+]
 
 
 @pytest.mark.parametrize("name", PLAYED)

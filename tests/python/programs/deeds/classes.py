@@ -410,7 +410,7 @@ STRANGE = {
     "a tensor as momentum": {"momentum": torch.tensor(0.5)},
     "endless rate": {"lr": math.inf},
     "no number": {"eps": (math.nan, 1e-3)},
-    "NumPy's number": {"lr": torch.tensor(0.1).numpy()[()]},
+    "NumPy's number": {"lr": np.float32(0.1)},
     "growing": {"beta2_decay": 0.3},
 }
 

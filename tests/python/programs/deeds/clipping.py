@@ -325,8 +325,7 @@ def clip_an_odd_gradient(world, by, kind, max_norm, error):
     if not world.fused:
         world.param(2).grad = world.param(2).grad.contiguous().resolve_neg()
     step(world)
-    if world.mode != "backward":
-        world.see("gradients", gradients(world))
+    world.see("gradients", gradients(world))
 
 
 @deed(**CLIPPED, setup={"optimizers": [{"kind": "AdamW", "over": "even"}]})
