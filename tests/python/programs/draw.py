@@ -49,7 +49,7 @@ SHARES = (
 OPTIONS_OF_FUSE = [
     *[{}] * 50,
     *[{"accumulate": 2}, {"accumulate": 3}] * 2,
-    {"max_grad_norm": 0.05},
+    *[{"max_grad_norm": 0.05}] * 4,
     *[{"ddp": "buckets"}, {"ddp": "views"}] * 2,
     *[{"wait_from": 0}] * 4,
 ]

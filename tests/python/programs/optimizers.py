@@ -87,9 +87,9 @@ DECAYS = {"weight_decay": 0.1}
 ADAGRAD = {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}
 FOR_PYTORCH = {"way": NATIVE, "has_tensor_lr": True, "reads_strides": False}
 ALL = (
-    Kind("AdamW", fused(OPTIM.AdamW), options=adam_options(), weight=8, **FOR_PYTORCH),
-    Kind("SGD", fused(OPTIM.SGD), options=sgd_options(), weight=8, **FOR_PYTORCH),
-    Kind("Adam", fused(OPTIM.Adam), options=adam_options(), weight=8, **FOR_PYTORCH),
+    Kind("AdamW", fused(OPTIM.AdamW), options=adam_options(), weight=5, **FOR_PYTORCH),
+    Kind("SGD", fused(OPTIM.SGD), options=sgd_options(), weight=5, **FOR_PYTORCH),
+    Kind("Adam", fused(OPTIM.Adam), options=adam_options(), weight=5, **FOR_PYTORCH),
     Kind("Adagrad", fused(OPTIM.Adagrad), NATIVE, ({}, ADAGRAD), reads_strides=False),
     Kind(
         "RMSprop",
@@ -104,7 +104,7 @@ ALL = (
     Kind("Rprop", OPTIM.Rprop, NATIVE),
     Kind("ASGD", OPTIM.ASGD, NATIVE, ({}, {**DECAYS, "t0": 2})),
     # By operators, and by its own step().
-    Kind("Adafactor", OPTIM.Adafactor, OWN, has_tensor_lr=True),
+    Kind("Adafactor", OPTIM.Adafactor, OWN, weight=4, has_tensor_lr=True),
     Kind("Adafactor of lists", OPTIM.Adafactor, OWN, ({"foreach": True},)),
     Kind("Muon", of_matrices(OPTIM.Muon), OWN, weight=0),
     Kind("Lion", optfuse.optim.Lion, NATIVE, ({}, DECAYS)),

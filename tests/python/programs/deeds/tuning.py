@@ -197,7 +197,7 @@ def halve_gradients(chosen, args, kwargs):
                 p.grad.mul_(0.5)
 
 
-@deed("anywhere", weight=1, optimizer=INDEX, backward=EITHER)
+@deed("anywhere", weight=4, optimizer=INDEX, backward=EITHER)
 def hook_before_step_on_gradients(world, optimizer):
     world.add_step_hook(optimizer, halve_gradients)
 
@@ -208,7 +208,7 @@ def hook_on_gradients_that_step_clips(world):
     world.add_step_hook(0, halve_gradients)
 
 
-@deed(weight=1, backward=EITHER)
+@deed(weight=4, backward=EITHER)
 def hook_on_gradients_of_a_loaded_optimizer(world):
     """PyTorch's load_state_dict() wraps a step() that does not say that it runs hooks."""
     world.optimizer().load_state_dict(world.optimizer().state_dict())

@@ -204,12 +204,18 @@ def clear_state(world, optimizer):
     world.optimizer(optimizer).state.clear()
 
 
-@deed(weight=1, optimizer=INDEX, index=INDEX)
-def forget_a_parameters_state(world, optimizer, index):
+FORGETS = {
+    "the entry": lambda state, p: state.pop(p),
+    "all in it": lambda state, p: state[p].clear(),
+}
+
+
+@deed(weight=4, optimizer=INDEX, index=INDEX, way=FORGETS)
+def forget_a_parameters_state(world, optimizer, index, way):
     state = world.optimizer(optimizer).state
     keys = [p for g in world.optimizer(optimizer).param_groups for p in g["params"] if p in state]
     if keys:
-        del state[keys[index % len(keys)]]
+        way(state, keys[index % len(keys)])
 
 
 # ---- aliases
