@@ -2,11 +2,6 @@
 /* program.c: what is known of programs without running them. */
 #include "program.h"
 
-const char of_operators_text[] =
-#define OF_OPERATOR(name, inputs, result) #name " "
-#include "operators.def"
-    ;
-
 static const unsigned char inputs_of[] = {
 #define OF_OPERATOR(name, inputs, result) inputs,
 #include "operators.def"

@@ -40,9 +40,6 @@ typedef enum of_operator {
     OF_OPERATORS
 } of_operator;
 
-/* The names of the operators, each with a space behind it. */
-extern const char of_operators_text[];
-
 /* to = operator(a, b, c; s, t). What an operator does not read may be any register. */
 typedef struct of_instruction {
     unsigned char operation; /* of_operator */

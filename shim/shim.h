@@ -42,8 +42,6 @@ OF_API void of_shim_set_cuda_library(const char *path);
 
 /* of_rules_text (kernels.h): the names and the order of each rule's state and options. */
 OF_API const char *of_shim_rules(void);
-/* of_operators_text (program.h). */
-OF_API const char *of_shim_operators(void);
 
 /* mode: of_mode. isa: as for of_isa_parse(), or "" for the best. bucket_bytes:
  * of one bucket's parameters; 0 for the default: what is worth a launch on a GPU, or all

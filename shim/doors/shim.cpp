@@ -123,8 +123,6 @@ void of_shim_log_to(void *receive) { of_log_to(static_cast<of_object *>(receive)
 
 const char *of_shim_rules(void) { return of_rules_text; }
 
-const char *of_shim_operators(void) { return of_operators_text; }
-
 int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_bytes,
                      size_t passes, of_shim_plan **out) {
     try {

@@ -77,7 +77,6 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_init": (_Int, [ctypes.c_void_p]),
     "of_shim_log_to": (None, [_Object]),
     "of_shim_rules": (_Text, []),
-    "of_shim_operators": (_Text, []),
     "of_shim_plan_new": (_Int, [_Text, _Int, _Text, _Size, _Size, _Plans]),
     "of_shim_plan_free": (None, [_Plan]),
     "of_shim_clear": (_Int, [_Plan]),
