@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -248,7 +248,8 @@ class _Snapshot:
         self._attributes = dict(own)
         self._options = list(map(dict, optimizer.param_groups))
         self._state = dict(own["state"])
-        self._entries = {k: dict(e) for k, e in self._state.items() if isinstance(e, dict)}
+        entries = self._state.values()
+        self._entries = [dict(entry) if isinstance(entry, dict) else None for entry in entries]
 
     def restore(self, optimizer: Optimizer, now: _Snapshot | None) -> None:
         """now: another one, all between which becomes as it is here, and what a script has changed
@@ -258,18 +259,26 @@ class _Snapshot:
         now = now or _Snapshot(optimizer)
         for holders in zip(optimizer.param_groups, self._options, now._options, strict=False):
             _restore(*holders)
-        state = own["state"]
+        state, keys = own["state"], [*self._state]
         _restore(state, self._state, now._state)
-        for key, items in self._entries.items():
-            entry = state.get(key)
-            if key in now._entries and isinstance(entry, dict):
-                _restore(entry, items, now._entries[key])
+        # In order, as a look-up by a tensor runs Python.
+        known = are_same([*now._state], keys)
+        before = now._entries if known else map(dict(now._items()).get, keys)
+        holders = state.values() if are_same([*state], keys) else map(state.get, keys)
+        for entry, items, then in zip(holders, self._entries, before, strict=True):
+            if items is not None and then is not None and isinstance(entry, dict):
+                _restore(entry, items, then)
+
+    def _items(self) -> Iterable[tuple[Any, dict[Any, Any] | None]]:
+        return zip(self._state, self._entries, strict=True)
 
     def take_entry(self, other: _Snapshot, param: Tensor) -> None:
-        pairs = (self._state, other._state), (self._entries, other._entries)
+        entries = dict(self._items())
+        pairs = (self._state, other._state), (entries, dict(other._items()))
         for mine, its in pairs:
             mine.pop(param, None)
             mine.update((key, its[key]) for key in (param,) if key in its)
+        self._entries = [*entries.values()]
 
 
 _NOTHING = object()
@@ -277,7 +286,8 @@ _NOTHING = object()
 
 def _restore(holder: dict[Any, Any], items: dict[Any, Any], now: dict[Any, Any]) -> None:
     """Where the holder has what it had `now`, it gets what is in items."""
-    if are_same([*now], [*items]) and are_same([*now.values()], [*items.values()]):
+    same = len(items) == len(now) and all(map(is_, items.values(), now.values()))
+    if same and all(map(is_, items, now)):
         return
     for name, value in items.items():
         then = now.get(name, _NOTHING)
