@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from optfuse._clipping.clip_norm import clip_grad_norm_
     from optfuse._fuse import flush, fuse, unfuse
     from optfuse._process import keep_memory
+    from optfuse._random_bits import random_bits
     from optfuse._registered import register
-    from optfuse._rounding import random_bits
     from optfuse._summary import Summary, explain, summary
     from optfuse_layers.delay.delayed_updates import drain
     from optfuse_layers.kfac.kfac import KFAC, KFACSummary, kfac

@@ -21,7 +21,7 @@ HOMES = {
         **dict.fromkeys(("flush", "fuse", "unfuse"), "optfuse._fuse"),
         "Error": "optfuse._library.bindings",
         "keep_memory": "optfuse._process",
-        "random_bits": "optfuse._rounding",
+        "random_bits": "optfuse._random_bits",
         "register": "optfuse._registered",
         **dict.fromkeys(("Summary", "explain", "summary"), "optfuse._summary"),
         "optim": "optfuse",

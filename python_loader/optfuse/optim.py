@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._rounding import MOST, NARROW, store
+from optfuse._rounding import MOST_SEED, NARROW, store
 
 Group = dict[str, Any]
 Entry = dict[str, Tensor]
@@ -133,7 +133,7 @@ def _rounding(rounding: bool, state: bool, seed: int) -> Group:
     """The options of a group."""
     if state and not rounding:
         raise ValueError("Invalid stochastic_state=True without stochastic_rounding=True")
-    if not (isinstance(seed, int) and 0 <= seed <= MOST["seed"]):
+    if not (isinstance(seed, int) and 0 <= seed <= MOST_SEED):
         raise ValueError(f"Invalid seed, a whole number from 0 to 2**53 - 1: {seed}")
     return {"stochastic_rounding": rounding, "stochastic_state": state, "seed": seed}
 

@@ -83,8 +83,11 @@ RIGHT = {
     "reorder": lambda world: {"model": world.other, "schedule": "stock"},
     "kfac": lambda world: {"model": world.other, "optimizer": instance(world)},
     "register": lambda world: {"cls": torch.optim.AdamW},
+    "random_bits": lambda world: BITS,
     "ab": lambda world: {"build_fn": build, "rounds": 1, "iterations": 1, "warmup": 0},
 }
+BITS = {**dict.fromkeys(("seed", "step", "parameter", "stream"), 1), "shape": (3,)}
+BITS |= {"dtype": torch.bfloat16}
 NOT_FUSED = (torch.optim.AdamW, net(), 3, "adamw", instance, lambda w: [w.fused])
 NO_DDP = (None, 3, "model", net(), [net()])
 NO_DELAY = (3, "0", [1], {0: 1}, {"0.weight": 1}, lambda w: {w.other: -1})
@@ -145,6 +148,15 @@ WRONG = {
     "register": {
         "cls": (instance, None, 3, "AdamW", nn.Linear, torch.optim.Optimizer),
         "per_parameter": NO_FLAG,
+    },
+    "random_bits": {
+        "seed": (*NO_COUNT, -1, 2**53),
+        "step": (*NO_COUNT, -1, 2**32),
+        "parameter": (*NO_COUNT, -1, 2**24),
+        "stream": (*NO_COUNT, -1, 256),
+        "shape": (None, 3, "3", (-1,), (2.5,)),
+        "dtype": (None, "bfloat16", torch.float32),
+        "first": (*NO_COUNT, -1),
     },
     "reorder": {
         "model": (None, 3, "model", instance, nn.Linear, lambda w: [w.other]),
