@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from common import HERE, python
 
+import programs.deeds  # noqa: F401 - fills the table
 from optfuse._library.bindings import lib
 from programs.deed import DEEDS, GUARDS
 
