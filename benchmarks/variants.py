@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+import optfuse
 from optfuse_tools.ab.variants import VARIANTS, Wrap, with_flags
 
 HOOKS = "Python hooks"
 HOOK_FLAGS = {"": {"foreach": False}, ", foreach": {"foreach": True}, ", fused": {"fused": True}}
 HOOK_VARIANTS = tuple(HOOKS + name for name in HOOK_FLAGS)
 FOREACH, FOR_LOOP = "foreach=True", "for-loop"
+FINAL = "final fusion"
 COMPILED, CPU_ADAM = "compiled step", "DeepSpeed CPUAdam"
 
 
@@ -82,7 +84,8 @@ def variants(device: str = "cpu", compiled: bool = False) -> Mapping[str, Wrap]:
     """By name, in the order of the table. The default is a loop over the
     parameters on the CPU and foreach on a GPU; the other one is named."""
     ours = {name: wrap for name, wrap in VARIANTS.items() if name.endswith("fusion")}
-    stock = {name: wrap for name, wrap in VARIANTS.items() if name not in ours}
+    ours[FINAL] = partial(optfuse.fuse, mode=optfuse.Backward(final=True))
+    stock = {name: wrap for name, wrap in VARIANTS.items() if not name.endswith("fusion")}
     if device == "cuda":
         del stock[FOREACH]
         stock[FOR_LOOP] = partial(with_flags, foreach=False, fused=None)

@@ -110,7 +110,7 @@ static of_status update_together(of_plan *plan, const of_batch *batch, of_named 
     pthread_rwlock_wrlock(&plan->layout);
     of_status status = check_slots(plan, batch);
     if (status == OF_OK)
-        status = of_collect_all(plan, &(of_chosen){batch->slots, batch->n}, &created, named);
+        status = of_collect_all(plan, &(of_chosen){batch->slots, batch->n, true}, &created, named);
     if (status == OF_OK) {
         if (batch->n > 1)
             set_apart(&created, &exclusive, named);
@@ -162,6 +162,13 @@ void of_confirm(of_plan *plan) {
     for (size_t i = 0; plan->n_updated && i < plan->n_slots; i++)
         plan->slots[i].updated = false;
     plan->n_updated = plan->n_passes = 0;
+}
+
+bool of_confirm_slot(of_plan *plan, size_t slot) {
+    const bool updated = slot < plan->n_slots && plan->slots[slot].updated;
+    if (updated)
+        unclaim(plan, slot);
+    return updated;
 }
 
 size_t of_plan_unconfirmed(of_plan *plan) {

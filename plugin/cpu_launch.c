@@ -125,7 +125,7 @@ static void run_region(void *arg, int64_t begin, int64_t end, bool past_caches) 
 
 /* Whether other threads have what a launch of kernels stores. */
 static bool is_shared(const of_plan *plan) {
-    return plan->mode == OF_BACKWARD &&
+    return plan->mode != OF_FORWARD &&
            !(plan->host.threads && plan->host.threads(plan->host.ctx) == 1);
 }
 

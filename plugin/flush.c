@@ -41,7 +41,7 @@ of_status of_plan_drain(of_plan *plan) {
 /* Later uses of the parameters are ordered after this point of the caller's streams: a user
  * has to order them after step(), which comes later still. */
 of_status of_plan_close(of_plan *plan) {
-    if (plan->mode != OF_BACKWARD)
+    if (plan->mode == OF_FORWARD)
         return OF_OK;
     of_status status = of_plan_flush(plan);
     pthread_mutex_lock(&plan->lock);

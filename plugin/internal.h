@@ -420,6 +420,7 @@ of_status of_plan_launch(of_plan *plan); /* what is pending, but no scaling */
 typedef struct of_chosen { /* which slots */
     const size_t *slots;   /* NULL: all that backward has not updated */
     size_t n;
+    bool in_backward;
 } of_chosen;
 typedef struct of_named { /* slots that lack state, the one that failed, or those set apart */
     size_t *slots;
@@ -433,6 +434,8 @@ of_status of_collect_all(of_plan *plan, const of_chosen *of, of_list *created, o
 /* Certain from here on: leaves updates pending, or launches together those that are not;
  * exclusive ones by themselves. */
 void of_commit_all(of_plan *plan, of_list *created, bool defer, of_list *done);
+/* The same for one, which is exclusive or not. What is to be released ends up in *done. */
+void of_commit_one(of_plan *plan, of_update *update, bool defer, of_list *done);
 /* For an update that was committed, with plan->lock held, which is let go and taken again
  * where an update of another plan is in the way. False: it can't be left pending. */
 bool of_leave_pending(of_plan *plan, of_update *update, of_list *batch, of_list *done);
@@ -442,6 +445,7 @@ void of_add_to_batch(of_plan *plan, of_update *update, of_list *batch, of_list *
 of_status of_update_batch(of_plan *plan, const of_batch *batch, size_t *at);
 of_status of_update_slot(of_plan *plan, size_t slot, size_t *at);
 void of_confirm(of_plan *plan); /* no slot is updated; plan->lock held */
+bool of_confirm_slot(of_plan *plan, size_t slot); /* false: it is not updated; the same lock */
 
 /* pass.c */
 void of_passes_forget(of_plan *plan); /* what waits is left to step(); plan->lock held */

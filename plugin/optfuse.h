@@ -46,7 +46,9 @@ typedef enum of_status {
     OF_REFUSED      /* the host said no, or a launch failed */
 } of_status;
 
-typedef enum of_mode { OF_FORWARD, OF_BACKWARD } of_mode;
+/* OF_FINAL: of_pass_begin() and of_pass_end() as in backward mode; in between the host says of each
+ * gradient of_plan_step_slot(), whose update needs no step(). */
+typedef enum of_mode { OF_FORWARD, OF_BACKWARD, OF_FINAL } of_mode;
 
 typedef struct of_plan of_plan;
 
@@ -63,7 +65,7 @@ typedef struct of_plan_options {
      * OF_BUCKET_NONE: every update by itself. On the CPU what has OF_SERIAL_ELEMENTS goes by
      * itself anyway, in backward mode unless the bytes are given here. */
     size_t bucket_bytes[2];
-    size_t passes; /* backward mode: how many backward passes make one step; all but the
+    size_t passes; /* backward and final mode: how many backward passes make one step; all but the
                       last of them only add to the gradients. 0: one */
 } of_plan_options;
 #define OF_BUCKET_NONE SIZE_MAX
@@ -141,6 +143,10 @@ OF_API unsigned of_plan_state_used(const of_plan *plan, size_t slot);
  * gradient and was not updated since the last step, also those that still waited in a pass;
  * the count of passes starts over. */
 OF_API of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
+/* The same for one slot. Not at_once: a small update is left pending until those that are have a
+ * bucket's bytes. Backward mode: if backward has updated the slot, that is confirmed.
+ * OF_NEEDS_STATE: nothing was done; call again once it has it. */
+OF_API of_status of_plan_step_slot(of_plan *plan, size_t slot, bool at_once);
 
 /* One backward pass of a plan. Several may be under way, each on threads of its own. */
 typedef struct of_pass of_pass;
@@ -187,7 +193,7 @@ OF_API size_t of_plan_unconfirmed(of_plan *plan);
 OF_API bool of_plan_is_updated(of_plan *plan, size_t slot);
 OF_API void of_plan_set_updated(of_plan *plan, size_t slot);
 
-/* Launches what is pending: of a plan in backward mode, of any plan, of every plan. The current
+/* Launches what is pending: of a plan in backward or final mode, of any plan, of every plan. The current
  * streams wait for what was launched on others. OF_REFUSED if a launch failed; of_flush_all()
  * flushes the other plans all the same. */
 OF_API of_status of_plan_close(of_plan *plan);

@@ -169,8 +169,8 @@ static of_status check_ready(const of_pass *pass, size_t slot) {
 /* From here on the functions of optfuse.h. */
 
 static of_status check_begin(const of_plan *plan, of_token token) {
-    if (plan->mode != OF_BACKWARD)
-        return of_fail(OF_INVALID, "of_pass_begin() is for backward mode");
+    if (plan->mode == OF_FORWARD)
+        return of_fail(OF_INVALID, "of_pass_begin() is not for forward mode");
     if (token == OF_NO_TOKEN)
         return of_fail(OF_INVALID, "a gradient was completed outside of every backward pass");
     return OF_OK;
@@ -310,6 +310,8 @@ of_status of_pass_end(of_pass *pass, size_t *slot_at) {
     const bool over = pass->over;
     if (!over)
         leave(pass, false);
+    if (plan->mode == OF_FINAL && !over && !pass->only_adds)
+        plan->n_passes = 0; /* no step() comes */
     pthread_mutex_unlock(&plan->lock);
     of_status status = run_all(pass, slot_at);
     if (status != OF_OK || over || pass->only_adds)

@@ -74,7 +74,7 @@ static of_status check_options(const of_plan_options *options) {
     if (options->struct_size < sizeof *options)
         return of_fail(OF_INVALID, "of_plan_options has %u bytes, this library needs %zu",
                        (unsigned)options->struct_size, sizeof *options);
-    if ((unsigned)options->mode > OF_BACKWARD || (unsigned)options->reference >= OF_REF_COUNT ||
+    if ((unsigned)options->mode > OF_FINAL || (unsigned)options->reference >= OF_REF_COUNT ||
         (unsigned)options->isa >= OF_ISA_COUNT)
         return of_fail(OF_INVALID, "of_plan_options has an unknown mode, reference or ISA");
     if (options->reference >= OF_REF_CUDA_FUSED) /* their rows take other scalars */
@@ -96,7 +96,7 @@ static const of_rule *find_rule(const char *name) {
     return NULL;
 }
 
-/* In backward fusion on a CPU: enough for several threads, and with gradients and state
+/* In a backward pass on a CPU: enough for several threads, and with gradients and state
  * about what the own caches of two cores hold. */
 static const size_t together_bytes = (size_t)512 << 10;
 
@@ -104,8 +104,8 @@ static size_t bucket_bytes(const of_plan_options *options, of_device device) {
     const size_t asked = options->bucket_bytes[device];
     if (asked)
         return asked == OF_BUCKET_NONE ? 0 : asked;
-    return options->mode == OF_BACKWARD && device == OF_CPU ? together_bytes
-                                                            : default_bucket_bytes[device];
+    return options->mode != OF_FORWARD && device == OF_CPU ? together_bytes
+                                                           : default_bucket_bytes[device];
 }
 
 static void choose(of_plan *plan, const of_plan_options *options) {
@@ -138,8 +138,8 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     const of_rule *found = find_rule(rule);
     if (!found)
         return OF_INVALID;
-    if (options->mode == OF_BACKWARD && !host->backward)
-        return of_fail(OF_INVALID, "backward mode needs a host with an of_backward_host");
+    if (options->mode != OF_FORWARD && !host->backward)
+        return of_fail(OF_INVALID, "backward passes need a host with an of_backward_host");
     of_plan *plan = calloc(1, sizeof *plan);
     if (!plan)
         return of_fail(OF_NO_MEMORY, "out of memory for a plan");
@@ -156,8 +156,9 @@ of_status of_plan_create(const of_host *host, const char *rule, const of_plan_op
     pthread_rwlock_init(&plan->layout, NULL);
     pthread_mutex_init(&plan->lock, NULL);
     of_plans_add(plan);
+    static const char *const modes[] = {"forward", "backward", "final backward"};
     of_log(host, OF_LOG_INFO, "plan for %s, %s fusion, float32 kernel %s", found->name,
-           plan->mode == OF_FORWARD ? "forward" : "backward", of_plan_isa(plan, OF_FLOAT32));
+           modes[plan->mode], of_plan_isa(plan, OF_FLOAT32));
     *out = plan;
     return OF_OK;
 }
@@ -320,7 +321,7 @@ void of_plan_counts(of_plan *plan, of_counts *out) {
     *out = plan->counts;
     out->pending = plan->pending[OF_UPDATES].count;
     out->past_caches = of_goes_past_caches_now(plan);
-    if (plan->mode != OF_BACKWARD)
+    if (plan->mode == OF_FORWARD)
         out->in_step = out->at_once;
     out->in_flight = 0;
     for (size_t i = 0; i < plan->n_queues; i++)

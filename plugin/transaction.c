@@ -100,7 +100,7 @@ of_status of_collect_all(of_plan *plan, const of_chosen *of, of_list *created, o
             prefetch_next(plan, of, i);
         if (!is_chosen(plan, of, slot))
             continue;
-        status = collect_slot(plan, slot, of->slots != NULL, created, named);
+        status = collect_slot(plan, slot, of->in_backward, created, named);
         if (status != OF_OK)
             of_name_only(named, slot);
     }
@@ -184,18 +184,24 @@ static void create_all(of_plan *plan, of_list *created, bool defer, of_list *exc
     pthread_mutex_unlock(&plan->lock);
 }
 
+void of_commit_one(of_plan *plan, of_update *update, bool defer, of_list *done) {
+    of_list batch = {0};
+    const bool may_wait = defer && !update->in.exclusive;
+    plan->host.commit(plan->host.ctx, &update->in);
+    pthread_mutex_lock(&plan->lock);
+    if (!(may_wait && of_leave_pending(plan, update, &batch, done)) &&
+        fetch(plan, update, &batch, done))
+        of_add_to_batch(plan, update, &batch, done);
+    of_launch(plan, &batch, OF_AT_ONCE, done);
+    pthread_mutex_unlock(&plan->lock);
+}
+
 /* Parameters that overlap: each sees the result of the one before it. */
 static void run_exclusive(of_plan *plan, const of_list *exclusive) {
     for (of_update *u = exclusive->first, *next; u; u = next) {
         next = u->next;
-        of_list batch = {0};
         of_list done = {0};
-        plan->host.commit(plan->host.ctx, &u->in);
-        pthread_mutex_lock(&plan->lock);
-        if (fetch(plan, u, &batch, &done))
-            of_add_to_batch(plan, u, &batch, &done);
-        of_launch(plan, &batch, OF_AT_ONCE, &done);
-        pthread_mutex_unlock(&plan->lock);
+        of_commit_one(plan, u, false, &done);
         of_updates_release(plan, &done);
     }
 }

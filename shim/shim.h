@@ -67,8 +67,9 @@ enum of_shim_trait {
     OF_SHIM_ASKS = 1,          /* the loader begins and ends each step: there are no kernels, or
                                   parameters are sharded */
     OF_SHIM_READS_SCALE = 2,   /* updates read grad_scale and found_inf of the optimizer */
-    OF_SHIM_COUNTS_PASSES = 4, /* of_plan_options.passes is not 1 */
-    OF_SHIM_IS_SHARDED = 8     /* there are DTensors among the parameters */
+    OF_SHIM_COUNTS_PASSES = 4, /* of_plan_options.passes is not 1, or final mode: each is looked at */
+    OF_SHIM_IS_SHARDED = 8,    /* there are DTensors among the parameters */
+    OF_SHIM_BY_CLASS = 16      /* final mode: the class's own step() makes all updates */
 };
 enum { OF_SHIM_LEFT = -1 }; /* nothing was done: that is left to the optimizer's class */
 
@@ -79,6 +80,8 @@ OF_API void of_shim_ledger_open(of_shim_plan *plan, void *optimizer, void *link,
 OF_API int of_shim_ledger_rebuild(of_shim_plan *plan, void *optimizer);
 /* unless_watched: OF_SHIM_LEFT if of_shim_is_profiled(). */
 OF_API int of_shim_ledger_step(of_shim_plan *plan, void *optimizer, bool unless_watched);
+/* The step() of one parameter: its update is launched. */
+OF_API int of_shim_ledger_step_slot(of_shim_plan *plan, void *optimizer, size_t slot);
 /* may_drop: nothing but of_shim_is_profiled() stands against dropping the gradients here.
  * OF_SHIM_LEFT: the gradients are still there. */
 OF_API int of_shim_ledger_zero_grad(of_shim_plan *plan, void *optimizer, bool may_drop);
@@ -90,6 +93,12 @@ OF_API void of_shim_ledger_note_entry(of_shim_plan *plan, size_t slot, bool is_n
 
 /* of_plan_step(). */
 OF_API int of_shim_step(of_shim_plan *plan, size_t *needs, size_t capacity, size_t *n_needs);
+
+/* of_plan_step_slot(). */
+OF_API int of_shim_step_slot(of_shim_plan *plan, size_t slot, bool at_once);
+/* Around a backward pass that was started inside of another one, on this thread. */
+OF_API void of_shim_begin_nested_pass(void);
+OF_API void of_shim_end_nested_pass(void);
 
 /* of_plan_flush(), or of_plan_drain(). On the thread that called of_shim_step() last, outside of
  * backward and while no other thread is in step(), it also takes the mark off every parameter and

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import OPTIMIZER, checked
-from optfuse._library.bindings import BACKWARD, Error
+from optfuse._library.bindings import FORWARD, Error
 from optfuse._link import link_of
 from optfuse._options import LINK, is_disabled, owner_of
 
@@ -60,7 +60,7 @@ def accumulate(*optimizers: Optimizer) -> Iterator[None]:
         if owner_of(optimizer) is None:
             _say_unfused(optimizer)
     links = [link_of(o) for o in optimizers if LINK in o.__dict__]
-    links = [link for link in links if link.mode == BACKWARD]
+    links = [link for link in links if link.mode != FORWARD]
     for link in links:
         if link.options.accumulate != 1:
             raise Error(

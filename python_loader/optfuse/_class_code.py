@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch.optim import Optimizer
 
 _HOOKED = Optimizer.profile_hook_step(lambda _: None).__code__
+WRAPPED = "_wrapped_by_lr_sched"  # an attribute of what a scheduler puts into an optimizer
+_METHODS = ("step", "step_parameter", "step_param")
 
 
 def step_of(stock: type[Optimizer]) -> Callable[..., Any]:
@@ -32,3 +35,57 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         own.update(hooks)
+
+
+def patched(optimizer: Optimizer) -> dict[str, Callable[..., Any]]:
+    """The methods that somebody has put into this object in the place of its class's, as trainers
+    do: it is another kind of optimizer then. A scheduler's wrapper that counts calls is none."""
+    own = optimizer.__dict__
+    found = {name: own[name] for name in _METHODS if name in own}
+    step = found.get("step")
+    if getattr(step, WRAPPED, False):
+        function = getattr(step, "__wrapped__", type(optimizer).step)
+        if function is type(optimizer).step:
+            del found["step"]
+        else:  # the scheduler has wrapped what was there
+            found["step"] = function.__get__(optimizer)
+    return found
+
+
+def counts_calls(optimizer: Optimizer) -> bool:
+    """Whether a scheduler has its wrapper there."""
+    return getattr(optimizer.__dict__.get("step"), WRAPPED, False)
+
+
+class Own:
+    """A fused optimizer as it is by itself: its class, and methods that the object was given."""
+
+    def __init__(
+        self,
+        stock: type[Optimizer],
+        methods: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        self.stock = stock
+        self._methods = methods
+
+    def method(self, name: str) -> Callable[..., Any] | None:
+        """A function of the optimizer and the method's arguments; None: it has none."""
+        patched = self._methods.get(name)
+        if patched is None:
+            return getattr(self.stock, name, None)
+        return lambda _, *args, **kwargs: patched(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def seen(self, optimizer: Optimizer) -> Iterator[None]:
+        """Its code sees it as it is by itself."""
+        fused, own = optimizer.__class__, optimizer.__dict__
+        before = {name: own[name] for name in self._methods if name in own}
+        optimizer.__class__ = self.stock
+        own.update(self._methods)
+        try:
+            yield
+        finally:
+            for name in self._methods:
+                own.pop(name, None)
+            own.update(before)
+            optimizer.__class__ = fused

@@ -24,14 +24,16 @@ from optfuse._arguments.check import (
 )
 from optfuse._arguments.modes import MODE, Backward, Forward, mode_of
 from optfuse._arguments.wrappers import returns_the_wrapper
+from optfuse._class_code import patched
 from optfuse._clipping.preconditioners import kfac_of
 from optfuse._ddp import Reduction, check_model, reduction_of
+from optfuse._fused import final
 from optfuse._fused.classes import become_fused, become_stock, fuse_by, tried_rule
 from optfuse._fused.recorded import is_asked, unfuse_recorded
-from optfuse._fused.refuse import check_eager, check_group, check_params
+from optfuse._fused.refuse import check_eager, check_group, check_own_hooks, check_params
 from optfuse._fused.scheduler import check_step
 from optfuse._gpu import is_gpu
-from optfuse._library.bindings import BACKWARD, FORWARD, Error
+from optfuse._library.bindings import BACKWARD, FINAL, FORWARD, Error
 from optfuse._library.log import warn
 from optfuse._link import link_of
 from optfuse._options import (
@@ -48,6 +50,7 @@ from optfuse._registered import is_registered
 from optfuse._rules import (
     NATIVE,
     RECORDED,
+    RECORDED_OBJECT,
     REGISTERED,
     RULES,
     RecordedRule,
@@ -127,6 +130,9 @@ def fuse(
     wanted = replace(_options(optimizer, mode, eager, bucket_bytes), recorded=is_asked(recorded))
     if not wanted.delays:
         wanted = replace(wanted, products=products or products_asked())
+    check_own_hooks(optimizer)
+    if "step" in patched(optimizer):
+        return _fuse_recorded(optimizer, mode, wanted, RECORDED_OBJECT)
     if type(optimizer) not in RULES:
         return _fuse_recorded(optimizer, mode, wanted, _rule_without_kernels(optimizer, wanted))
     check_step(optimizer)
@@ -163,6 +169,8 @@ def _fuse_recorded(
 
 def _rule_without_kernels(optimizer: Optimizer, options: Options) -> RecordedRule | RegisteredRule:
     stock = type(optimizer)
+    if options.mode == FINAL:
+        return RECORDED
     on_gpu = any(is_gpu(param.device) for param in parameters_of(optimizer))
     if options.mode == FORWARD or not options.recorded or on_gpu:
         return RECORDED
@@ -180,8 +188,15 @@ def _options(
                 "optfuse: kfac() preconditions the gradients of this optimizer before step(), and "
                 'in backward mode they are used up by then; use mode="forward"'
             )
+        if mode.final:
+            final.start(optimizer)
         options = Options(
-            BACKWARD, chosen, bucket_bytes, mode.side_stream, accumulate=mode.accumulate
+            FINAL if mode.final else BACKWARD,
+            chosen,
+            bucket_bytes,
+            mode.side_stream,
+            accumulate=mode.accumulate,
+            fold=not mode.final,
         )
     else:
         options = Options(

@@ -23,22 +23,34 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse._backward import consumed_gradients, loss_scale
+from optfuse._class_code import patched
 from optfuse._dtensor.local_tensors import is_dtensor, local_of
 from optfuse._gpu import is_gpu
 from optfuse._late import Used
 from optfuse._library import bindings
-from optfuse._library.bindings import BACKWARD, LEFT, Error, Trait, check, lib, lib_with_gil
+from optfuse._library.bindings import (
+    BACKWARD,
+    FINAL,
+    FORWARD,
+    LEFT,
+    Error,
+    Trait,
+    check,
+    lib,
+    lib_with_gil,
+)
 from optfuse._options import FORCED, LINK, OFF, Delayed, Options
 from optfuse._patches import compiled, cuda_graphs
 from optfuse._patches.profiling import has_hooks_before
-from optfuse._rules import Group, RecordedRule, RegisteredRule, Rule
+from optfuse._rules import AnyRule, Group, RecordedRule, RegisteredRule, Rule
 from optfuse._trials.stock_trial import flags_of
 from optfuse._updaters import saved_tensors, shared_state
+from optfuse._updaters.alone import Alone
 from optfuse._updaters.kernels import Kernels
 from optfuse._updaters.recorded import Recorded
 from optfuse._updaters.registered import Registered, free_plan
 from optfuse._updaters.slots import Slots, params_of
-from optfuse._updaters.updater import Entry, OfPlan, Updater
+from optfuse._updaters.updater import NONE_PATCHED, Entry, OfPlan, Updater
 
 links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
 _UPDATERS: dict[type[Rule], type[Updater]] = {RecordedRule: Recorded, RegisteredRule: Registered}
@@ -74,8 +86,16 @@ class Link:
     kept_options: Iterable[Any] = ()
     kept_entries: Iterable[Any] = ()
     kept_values: Iterable[Any] = ()
+    has_stepped = False  # final mode: a pass has ended since step()
 
-    def __init__(self, optimizer: Optimizer, options: Options, rule: Rule) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        options: Options,
+        rule: Rule,
+        methods: Mapping[str, Callable[..., Any]] = NONE_PATCHED,
+    ) -> None:
+        """methods: that were put into the object in the place of its class's."""
         self.stock = type(optimizer)
         self.rule = rule
         self.options = options
@@ -90,13 +110,14 @@ class Link:
         self.slots = Slots(self.plan, [])
         self._flags: list[tuple[Any, ...]] = []  # of each group, when it was fused
         self._tried: Iterable[Tensor] = ()
+        self._kept_by_slot: list[Any] = []
         self._used = Used()
         self._then: tuple[Any, dict[int, Entry]] = (None, {})  # of kept_entries
         if options.reduction is not None:
             options.reduction.add(self)
         try:
-            of_plan = OfPlan(self.plan, self.stock, rule, options)
-            self.updater = _UPDATERS.get(type(rule), Kernels)(of_plan)
+            of_plan = OfPlan(self.plan, self.stock, rule, options, methods)
+            self.updater = _updater_for(rule, self.mode)(of_plan)
             links[self.plan] = self
             shared_state.fused[id(optimizer)] = optimizer
             known = self.kept, weakref.ref(self), loss_scale.running
@@ -112,8 +133,9 @@ class Link:
         self.flush()
         if self.delayed is not None:
             self.delayed.close()
-        if self.mode == BACKWARD:
+        if self.mode != FORWARD:
             self.slots.detach()
+        if self.mode == BACKWARD:
             self._drop_consumed()
         links.pop(self.plan, None)
         self._free()
@@ -126,7 +148,7 @@ class Link:
         consumed_gradients.drop([*confirmed, *map(local_of, confirmed)])
 
     def _refuse_in_backward(self, what: str) -> None:
-        if self.mode == BACKWARD and _is_in_backward():
+        if self.mode != FORWARD and _is_in_backward():
             raise Error(
                 f"optfuse: {what} inside backward(), while backward fusion is updating "
                 "parameters; do it before or after"
@@ -200,7 +222,8 @@ class Link:
         return ask(self, name, optimizer, *arguments)
 
     def check_rebuild(self, optimizer: Optimizer) -> None:
-        self._refuse_in_backward("a change of param_groups")
+        if self.mode == BACKWARD:
+            self._refuse_in_backward("a change of param_groups")
         self.updater.clear(optimizer)
 
     def tell_params(self, optimizer: Optimizer) -> int:
@@ -212,7 +235,8 @@ class Link:
             slots.find_places(self.slots, tried)
         used = self.slots.used()
         check(lib.of_shim_clear(self.plan))
-        if self.mode == BACKWARD:
+        self._kept_by_slot = [None] * len(slots)
+        if self.mode != FORWARD:
             self.slots.detach(kept=set(map(id, slots.params)))
         self._flags += map(flags_of, groups[len(self._flags) :])
         lib_with_gil.of_shim_ledger_tell_options(self.plan, optimizer)
@@ -220,7 +244,7 @@ class Link:
         self._tell_reduced(slots)
         self.slots = slots
         self.updater.layout(groups)
-        if self.mode == BACKWARD:
+        if self.mode != FORWARD:
             slots.attach()
         if not self.updater.is_unconfirmed():
             self.adopt_state(optimizer)
@@ -231,8 +255,9 @@ class Link:
         traits = {
             Trait.ASKS: self.updater.asks() or sharded,
             Trait.READS_SCALE: self.rule.scales,
-            Trait.COUNTS_PASSES: self.options.accumulate != 1,
+            Trait.COUNTS_PASSES: self.options.accumulate != 1 or self.mode == FINAL,
             Trait.IS_SHARDED: sharded,
+            Trait.BY_CLASS: isinstance(self.updater, Alone),
         }
         return sum(trait for trait, is_so in traits.items() if is_so)
 
@@ -277,6 +302,11 @@ class Link:
         if early and not _is_in_backward():
             raise Error(early)
         return not early
+
+    def tell_entry(self, optimizer: Optimizer, slot: int, kept: list[Any]) -> None:
+        """The state of one parameter. kept: the objects that the library compares."""
+        self._kept_by_slot[slot] = kept
+        self.updater.tell_entry(optimizer, self.slots, slot)
 
     def keep_state(self, optimizer: Optimizer) -> None:
         """Keeps the entries of a state that is no dict, which the library can't read."""
@@ -331,10 +361,15 @@ class Link:
     # ---- a step, or the beginning of a backward pass that updates
 
     def check_pass(self, optimizer: Optimizer, only_adds: bool) -> None:
-        if self.options.accumulate != 1:
+        if self.options.accumulate != 1 and self.mode == BACKWARD:
             loss_scale.refuse_nested()
         if not only_adds:
             loss_scale.refuse_if_scaled()
+        if self.mode == FINAL and "step" in patched(optimizer):
+            raise Error(
+                "optfuse: step() was replaced on this optimizer after fuse(), and "
+                "Backward(final=True) would bypass it; call optfuse.unfuse() and fuse it again"
+            )
 
     def begin(self, optimizer: Optimizer, in_backward: bool) -> bool:
         sharded = None if in_backward else self.slots.sharded
@@ -377,6 +412,16 @@ class Link:
         entry = self.updater.apply(optimizer, slot, self.slots.params[slot])
         self._used.make(slot, entry, is_over=True)
         lib_with_gil.of_shim_ledger_note_entry(self.plan, slot, is_absent)
+
+    def update_alone(self, optimizer: Optimizer, slot: int) -> None:
+        """Final mode: one update by the class's own step()."""
+        self.updater.step_one(optimizer, self.slots, slot)
+
+    def end_pass(self, optimizer: Optimizer) -> None:
+        """Final mode: a backward pass, and what runs inside of it, has made all its updates."""
+        self.has_stepped = True
+        optimizer.__dict__["_opt_called"] = True  # as a scheduler's wrapper of step() does
+        run_hooks(optimizer)
 
     def await_reduction(self, optimizer: Optimizer) -> None:
         """A backward pass ends, before its last updates."""
@@ -433,6 +478,16 @@ def _new_plan(rule: Rule, options: Options) -> int:
     if options.products != OFF:
         lib.of_shim_promise_gradients(handle.value, options.products == FORCED)
     return handle.value
+
+
+def _updater_for(rule: Rule, mode: int) -> type[Updater]:
+    if mode == FINAL and isinstance(rule, AnyRule):
+        return Alone
+    return _UPDATERS.get(type(rule), Kernels)
+
+
+#: Those of step().
+run_hooks = Optimizer.profile_hook_step(lambda _: None)
 
 
 def _is_in_backward() -> bool:

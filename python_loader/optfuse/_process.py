@@ -18,6 +18,7 @@ from optfuse._dtensor.local_tensors import local_of
 from optfuse._library.bindings import (
     ALL_MODELS,
     BACKWARD,
+    FORWARD,
     Error,
     check,
     guard,
@@ -112,7 +113,7 @@ def _swap_and_tell(swap: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, 
         raw_memory.play_recorded()
         for link in concerned:
             link.flush()
-            if link.mode == BACKWARD:
+            if link.mode != FORWARD:
                 torch.ops.optfuse.detach(link.plan, [local_of(a), local_of(b)])
         try:
             swap(a, b)

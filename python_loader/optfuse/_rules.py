@@ -249,6 +249,7 @@ class RegisteredRule(AnyRule):
 
 
 RECORDED = RecordedRule("programs", **ROWS["programs"], reference="own step()")
+RECORDED_OBJECT = replace(RECORDED, because=("step() was replaced on this object",))
 REGISTERED = RegisteredRule("programs", **ROWS["programs"], reference="own step()")
 
 

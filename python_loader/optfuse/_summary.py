@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import FUSED, checked
 from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
-from optfuse._library.bindings import DTYPES, FORWARD, Counts, PromiseCounts, check, lib
+from optfuse._library.bindings import DTYPES, Counts, PromiseCounts, check, lib
 from optfuse._link import Link, link_of
 from optfuse._options import RECORDED, is_fused, is_recorded
 
@@ -201,7 +201,7 @@ def summary(optimizer: Optimizer) -> Summary:
 
     return Summary(
         optimizer=type(optimizer).__name__,
-        mode="forward" if link.mode == FORWARD else "backward",
+        mode=("forward", "backward", "final")[link.mode],
         parameters=len(params),
         elements=sum(p.numel() for p in params),
         reference=f"torch's {link.rule.reference} on " + " and ".join(_kinds(params)),

@@ -5,7 +5,6 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -16,6 +15,7 @@
 
 #include "absent/consumed.h"
 #include "autograd/backward.h"
+#include "autograd/nested_passes.h"
 #include "base/compat.h"
 #include "base/device.h"
 #include "base/error.h"
@@ -131,8 +131,9 @@ class EndOfPass : Pinned {
         if (plan->reduces)
             leave_buckets(plan.get());
         check(plan.get(), at, status);
-        if (!is_closed(plan.get()))
-            plan->owner->end_backward(plan.get());
+        const bool is_step = plan->mode != OF_FINAL || !of_pass_only_adds(pass);
+        if (!is_closed(plan.get()) && is_step && !plan->owner->end_backward(plan.get()))
+            check(plan.get(), OF_NO_SLOT, OF_REFUSED);
     }
 
   private:
@@ -153,8 +154,8 @@ void begin_backward(const std::shared_ptr<Plan> &plan, of_pass *pass, const at::
     auto end = std::make_shared<EndOfPass>(plan, pass);
     if (!of_pass_only_adds(pass) && param.device().is_cpu())
         keep_heap(plan.get());
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [end = std::move(end)] { end->run(); });
+    const auto behind = plan->mode == OF_FINAL ? run_behind_outermost : run_behind_this_pass;
+    behind([end = std::move(end)] { end->run(); });
 }
 
 struct Release {
@@ -250,13 +251,19 @@ void update_in_backward(of_host *host) {
     host->backward = &backward_host;
 }
 
+void update_in_hooks(of_host *host) {
+    host->backward = &backward_host;
+}
+
 namespace {
 
 using Pass = std::unique_ptr<of_pass, Release>;
 
 // That of this thread's graph task. None: Python has ended the plan meanwhile.
 Pass pass_under_way(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
-    const int64_t task = torch::autograd::get_current_graph_task_id(); // from 0 on; -1: none
+    const int64_t task = plan->mode == OF_FINAL // from 0 on; -1: none
+                             ? outermost_graph_task()
+                             : torch::autograd::get_current_graph_task_id();
     of_pass *pass = nullptr;
     bool first = false;
     const of_status status =
@@ -273,11 +280,34 @@ void say_ready(const Plan *plan, of_pass *pass, size_t slot) {
     check(plan, slot, status);
 }
 
+// By then the pass has told the plan of its parameters, in other slots perhaps. A hook of the user's
+// may have used the gradient, and left none.
+void update_final(const Plan &plan, c10::TensorImpl *param) {
+    const auto found = std::find_if(plan.slots.begin(), plan.slots.end(),
+                                    [param](const Slot *slot) { return slot->param == param; });
+    if (found == plan.slots.end() || !param->grad().defined())
+        return;
+    const Slot *slot = *found;
+    if (is_reduced_by_ddp(param) && OF_GUARD(ddp))
+        fail("optfuse: the gradient of " + slot->label +
+             " is changed after it is complete (DistributedDataParallel reduces it between "
+             "processes), so an update that is final would use the wrong one; updates under "
+             "DistributedDataParallel can't be final: leave that out, and name the model");
+    if (!plan.owner->update_final(slot->plan, slot->index))
+        check(&plan, slot->index, OF_REFUSED);
+    param->mutable_grad().reset();
+}
+
 } // namespace
 
 void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const at::Tensor &param) {
     const KeepThreads as_before;
     const Pass pass = pass_under_way(plan, slot, param);
+    if (plan->mode == OF_FINAL) {
+        if (pass && !of_pass_only_adds(pass.get()))
+            update_final(*plan, param.unsafeGetTensorImpl());
+        return;
+    }
     const bool later = slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);
     if (pass && !later)
         say_ready(plan.get(), pass.get(), slot);

@@ -32,6 +32,7 @@ void gradients_are_complete(const std::shared_ptr<Plan> &plan, const std::vector
                             const at::Tensor &param);
 // The host of a plan in backward mode.
 void update_in_backward(of_host *host);
+void update_in_hooks(of_host *host); // in final mode
 
 // gradient_hook.cpp
 // Ours, of every parameter of the plan, in the order of its slots.

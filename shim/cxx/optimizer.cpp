@@ -256,9 +256,10 @@ bool FusedOptimizer::make_state(Plan *, size_t slot) {
 
 // So that who saves the optimizer between backward() and step() sees counters that go with the
 // state.
-void FusedOptimizer::end_backward(Plan *) {
+bool FusedOptimizer::end_backward(Plan *) {
     const std::lock_guard<std::recursive_mutex> guard(shared->telling);
     write_counters();
+    return true;
 }
 
 } // namespace optfuse

@@ -30,7 +30,7 @@ class FusedOptimizer final : public Owner, private OptimizerReader, Pinned {
 
     bool begin_backward(Plan *plan, bool only_adds) override;
     bool make_state(Plan *plan, size_t slot) override;
-    void end_backward(Plan *plan) override;
+    bool end_backward(Plan *plan) override;
 
   private:
     struct Member { // one for each slot

@@ -142,6 +142,8 @@ int of_shim_plan_new(const char *rule, int mode, const char *isa, size_t bucket_
         host.product = &optfuse::product_host;
         if (options.mode == OF_BACKWARD)
             optfuse::update_in_backward(&host);
+        if (options.mode == OF_FINAL)
+            optfuse::update_in_hooks(&host);
         const of_status status = of_plan_create(&host, rule, &options, &plan->core);
         if (status != OF_OK)
             return status;
@@ -286,6 +288,15 @@ int of_shim_step(of_shim_plan *handle, size_t *needs, size_t capacity, size_t *n
     plan->steps->fetch_add(1, std::memory_order_release);
     take_marks_off(plan);
     return status;
+}
+
+int of_shim_step_slot(of_shim_plan *handle, size_t slot, bool at_once) {
+    optfuse::Plan *plan = plan_of(handle);
+    if (refuses(handle))
+        return OF_REFUSED;
+    plan->written.clear();
+    const optfuse::SteadyStreams inside_step;
+    return of_plan_step_slot(plan->core, slot, at_once);
 }
 
 int of_shim_flush(of_shim_plan *handle, bool drain, bool *cleaned) {

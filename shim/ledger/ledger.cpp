@@ -161,6 +161,32 @@ void Ledger::step(OptimizerReader &now, Look look) {
         rebuild(now);
 }
 
+void Ledger::step_slot(OptimizerReader &now, size_t slot, bool at_once) {
+    const std::lock_guard<std::recursive_mutex> alone(plan.alone);
+    now.sync_slot(slot);
+    int status = of_shim_step_slot(handle_of(&plan), slot, at_once);
+    if (status == OF_NEEDS_STATE) {
+        now.make_state(slot);
+        status = of_shim_step_slot(handle_of(&plan), slot, at_once);
+    }
+    check(status);
+}
+
+// Each update is told of its own state.
+void Ledger::begin_final(OptimizerReader &now, Look look) {
+    const std::lock_guard<std::recursive_mutex> alone(plan.alone);
+    sync_params(now, &look);
+    if (!now.begin(&look, true))
+        fail("optfuse: grad_scale or found_inf of the optimizer is set, which Backward(final=True) "
+             "can't obey: it updates before all gradients are there. Set both to None, or use "
+             "optfuse.fuse(optimizer, mode=\"forward\")");
+    if (!look.groups)
+        tell_options(now);
+    now.prepare(look);
+    if (has_lost_gradient_hook(plan))
+        now.attach();
+}
+
 bool Ledger::zero_grad(OptimizerReader &now, bool has_same_params, bool may_drop) {
     const std::lock_guard<std::recursive_mutex> alone(plan.alone);
     if (has_updated())
@@ -182,6 +208,10 @@ bool Ledger::zero_grad(OptimizerReader &now, bool has_same_params, bool may_drop
 }
 
 void Ledger::begin_pass(OptimizerReader &now, Look look) {
+    if (plan.mode == OF_FINAL) {
+        begin_final(now, look);
+        return;
+    }
     const std::lock_guard<std::recursive_mutex> guard(plan.telling);
     if (!look.params && OF_GUARD(groups))
         fail("optfuse: param_groups has other parameters than at the last step(), which a backward "

@@ -24,6 +24,8 @@ class Ledger : Pinned {
     void rebuild(OptimizerReader &now);
     // look: at `now`, as of this moment.
     void step(OptimizerReader &now, Look look);
+    // The same for one parameter.
+    void step_slot(OptimizerReader &now, size_t slot, bool at_once);
     // False: the gradients are still there, for stock's zero_grad().
     bool zero_grad(OptimizerReader &now, bool has_same_params, bool may_drop);
     // The first gradient of a backward pass that updates is complete.
@@ -48,6 +50,7 @@ class Ledger : Pinned {
     void put_in_order(OptimizerReader &now);
     int step_plan(OptimizerReader &now);
     void create_updates(OptimizerReader &now, Look look);
+    void begin_final(OptimizerReader &now, Look look);
     bool counts_together() const;
     bool is_updated(size_t slot) const;
     std::vector<std::string> late_changes(OptimizerReader &now, const Look &look);

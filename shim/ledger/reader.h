@@ -34,6 +34,8 @@ struct OptimizerReader {
     // Makes and tells the entry of a slot, as stock does at a parameter's first gradient. Whether
     // the state had none.
     virtual bool make_state(size_t slot) = 0;
+    // Tells the plan of the options and the state of a slot, if they are others than it knows.
+    virtual void sync_slot(size_t /* slot */) {}
     // Moves these entries to the end of the state, one after the other.
     virtual void move_to_end(const std::vector<size_t> &) {}
     virtual void drop_gradients() = 0;

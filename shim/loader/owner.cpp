@@ -67,6 +67,30 @@ bool PythonOwner::update(Plan *, size_t slot) {
     return in_python(work, &plan);
 }
 
+bool PythonOwner::update_final(Plan *, size_t slot) {
+    const auto work = [&] {
+        PythonReader now(*this);
+        if (!now.is_alive())
+            return;
+        if (now.is_by_class()) {
+            now.update_alone(slot);
+            return;
+        }
+        const PythonReader::Gil given_up(now, false);
+        ledger.step_slot(now, slot, false);
+    };
+    return in_python(work, nullptr, true);
+}
+
+bool PythonOwner::end_backward(Plan *its) {
+    const auto work = [&] {
+        PythonReader now(*this);
+        if (now.is_alive())
+            now.end_pass();
+    };
+    return its->mode != OF_FINAL || in_python(work, nullptr, true);
+}
+
 namespace {
 
 PythonOwner &owner_of(of_shim_plan *handle) {
@@ -129,6 +153,14 @@ int of_shim_ledger_step(of_shim_plan *handle, void *optimizer, bool unless_watch
         const optfuse::Look look = now.look();
         const PythonReader::Gil given_up(now, false);
         owner_of(handle).ledger.step(now, look);
+        return OF_OK;
+    });
+}
+
+int of_shim_ledger_step_slot(of_shim_plan *handle, void *optimizer, size_t slot) {
+    return optfuse::raising(handle, optimizer, [&](PythonReader &now) {
+        const PythonReader::Gil given_up(now, false);
+        owner_of(handle).ledger.step_slot(now, slot, true);
         return OF_OK;
     });
 }

@@ -99,15 +99,18 @@ bool PythonReader::is_same_state() const {
 bool PythonReader::has_same_options(of_object *groups) const {
     if (!owner.known.knows_options || !is_exactly(groups, of_interpreter.list_type))
         return false;
-    Comparison options(owner.known.options), params(owner.known.params);
+    Comparison options(owner.known.options);
     const ssize_t n = of_interpreter.list_size(groups);
     for (ssize_t i = 0; i < n; i++) {
         of_object *const group = of_interpreter.list_item(groups, i);
         if (!is_exactly(group, of_interpreter.dict_type) || !options.next_is_dict(group))
             return false;
     }
-    if (!options.is_over())
-        return false;
+    return options.is_over();
+}
+
+bool PythonReader::has_same_params_in_lists() const {
+    Comparison params(owner.known.params);
     for (of_object *const list : owner.known.lists)
         if (!params.next_is_list(list))
             return false;
@@ -140,7 +143,8 @@ Look PythonReader::look() {
     if (has(OF_SHIM_IS_SHARDED) && is_so("are_replaced", ""))
         return {false, false, false};
     const Ref groups(of_interpreter.attribute(optimizer, "param_groups"));
-    const bool all = groups.get() != nullptr && has_same_options(groups.get());
+    const bool all = groups.get() != nullptr && has_same_options(groups.get()) &&
+                     has_same_params_in_lists();
     const bool params = all || has_params();
     return {params, all, is_same_state()};
 }
@@ -181,6 +185,14 @@ void PythonReader::update(size_t slot) {
     is_so("apply", "n", static_cast<ssize_t>(slot));
 }
 
+void PythonReader::update_alone(size_t slot) {
+    is_so("update_alone", "n", static_cast<ssize_t>(slot));
+}
+
+void PythonReader::end_pass() {
+    is_so("end_pass", "");
+}
+
 // ---- what the ledger asks
 
 bool PythonReader::has_same_params() {
@@ -193,6 +205,7 @@ void PythonReader::rebuild() {
     Remembered &known = owner.known;
     known.knows_options = known.knows_state = false;
     known.params = Objects();
+    known.of_slot.clear();
     const Ref traits(ask("tell_params", ""));
     known.traits = static_cast<int>(of_interpreter.number(traits.get()));
     Objects params;
@@ -203,6 +216,7 @@ void PythonReader::rebuild() {
         return true;
     });
     known.params = std::move(params);
+    known.of_slot.resize(owner.plan.slots.size());
     const Ref kept = known.params.keep();
     of_interpreter.set_attribute(link.get(), "kept_params", kept.get());
 }
@@ -274,6 +288,35 @@ bool PythonReader::make_state(size_t slot) {
     owner.known.knows_state = false; // the next look is at all of it
     owner.known.has_made = true;
     return is_so("make_entry", "n", static_cast<ssize_t>(slot));
+}
+
+of_object *PythonReader::entry_of(size_t slot) const {
+    of_object *const state = attribute("state");
+    const size_t place = slot + owner.plan.slots[slot]->group; // each group has an end
+    if (state == nullptr || !is_dict(state) || place >= owner.known.params.all().size())
+        return nullptr;
+    return of_interpreter.dict_value(state, owner.known.params.all()[place]);
+}
+
+void PythonReader::sync_slot(size_t slot) {
+    const Gil gil(*this, true);
+    const Ref groups(of_interpreter.attribute(optimizer, "param_groups"));
+    if (groups.get() == nullptr || !has_same_options(groups.get())) {
+        owner.ledger.tell_options(*this);
+        prepare({true, false, true});
+    }
+    of_object *const entry = entry_of(slot);
+    Objects &known = owner.known.of_slot[slot];
+    Comparison same(known);
+    if (same.next_is(entry) && (entry == nullptr || same.next_is_dict(entry)) && same.is_over())
+        return;
+    known = Objects(); // what changes meanwhile is other at the next look
+    known.add(entry);
+    if (entry != nullptr && is_dict(entry))
+        known.add_dict(entry);
+    const Ref kept = known.keep();
+    owner.known.knows_state = false;
+    is_so("tell_entry", "nO", static_cast<ssize_t>(slot), kept.get());
 }
 
 void PythonReader::move_to_end(const std::vector<size_t> &slots) {

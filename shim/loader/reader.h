@@ -20,6 +20,7 @@ struct Remembered {
     Objects options;                // the entries of each group
     std::vector<of_object *> lists; // the lists of parameters among them
     Objects entries, values;        // of the state, and of its entries
+    std::vector<Objects> of_slot;   // its entry and what is in that, where sync_slot() has told it
     bool knows_options = false;     // that are objects which can't become others
     bool knows_state = false;
     bool has_made = false; // backward mode: the updates since step() have used other entries, too
@@ -41,6 +42,8 @@ class PythonOwner final : public Owner {
     bool make_state(Plan *plan, size_t slot) override;
     bool await_reduction(Plan *plan) override;
     bool update(Plan *plan, size_t slot) override;
+    bool update_final(Plan *plan, size_t slot) override;
+    bool end_backward(Plan *plan) override;
     void close() override;
 
     Ledger ledger;
@@ -64,6 +67,9 @@ class PythonReader final : public OptimizerReader, Pinned {
     void check_pass(bool only_adds);
     void await_reduction();
     void update(size_t slot);
+    bool is_by_class() const { return has(OF_SHIM_BY_CLASS); }
+    void update_alone(size_t slot);
+    void end_pass();
     bool leaves_state(); // backward mode: whether missing state is left to step()
     // Raises in Python what end() has held back.
     void raise_held();
@@ -78,6 +84,7 @@ class PythonReader final : public OptimizerReader, Pinned {
     void told_options() override;
     void tell_state() override;
     bool make_state(size_t slot) override;
+    void sync_slot(size_t slot) override;
     void move_to_end(const std::vector<size_t> &slots) override;
     void drop_gradients() override;
     bool begin(Look *look, bool in_backward) override;
@@ -132,6 +139,8 @@ class PythonReader final : public OptimizerReader, Pinned {
     bool is_same_state() const;
     bool remember_state(); // false: it is no dict, and never found the same
     bool has_same_options(of_object *groups) const;
+    bool has_same_params_in_lists() const;
+    of_object *entry_of(size_t slot) const; // borrowed, or nullptr
     template <typename Visit> bool each_list(const Visit &visit) const;
     bool has_params() const;
     void remember_options();

@@ -23,8 +23,10 @@ struct Owner {
     // is in .grad. This thread has the plan's lock meanwhile: what needs it refuses to run here for
     // this plan.
     virtual bool update(Plan *, size_t /* slot */) { return true; }
-    // A pass has ended, and all of its updates are made.
-    virtual void end_backward(Plan *) {}
+    // Final mode: the gradient of this slot is complete; makes its update.
+    virtual bool update_final(Plan *, size_t /* slot */) { return true; }
+    // A pass has ended, and all of its updates are made; final mode: unless it only adds.
+    virtual bool end_backward(Plan *) { return true; }
     // The plan is given up, and asks no more.
     virtual void close() {}
 

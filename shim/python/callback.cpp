@@ -165,7 +165,7 @@ bool is_updating_here(const Plan *plan) {
     return at != nullptr;
 }
 
-bool in_python(const std::function<void()> &work, const Plan *updates) {
+bool in_python(const std::function<void()> &work, const Plan *updates, bool is_users) {
     raised_in_python = nullptr;
     const Gil gil;
     const HeldInterrupts held;
@@ -183,7 +183,7 @@ bool in_python(const std::function<void()> &work, const Plan *updates) {
         }
     });
     if (raised)
-        take_exception(updates != nullptr);
+        take_exception(updates != nullptr || is_users);
     return done && !raised;
 }
 

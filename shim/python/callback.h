@@ -18,8 +18,10 @@ struct RaisedInPython {};
 // Runs work() with the GIL, and handlers of signals before or after it. updates: the plan, if this is
 // an update of it, under its lock. False: it raised; of_error_message() says why, and raised_in_python
 // is the type to raise if that is not optfuse.Error, with text_of_raised: of what an update raises its
-// own type, if that takes a text, and always that of an interrupt.
-bool in_python(const std::function<void()> &work, const Plan *updates = nullptr);
+// own type, if that takes a text, and always that of an interrupt. is_users: so does other code of the
+// user's.
+bool in_python(const std::function<void()> &work, const Plan *updates = nullptr,
+               bool is_users = false);
 extern thread_local _object *raised_in_python;
 extern thread_local std::string text_of_raised;
 // Where a script is: what of PyTorch it has called, "clipping" or "unscaling" or nothing, and file

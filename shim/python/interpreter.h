@@ -51,6 +51,8 @@ typedef struct _object of_object;
     X("PyList_GetItem", of_object *(*list_item)(of_object * list, ssize_t i) /* borrowed */)       \
     X("PyDict_GetItemString",                                                                      \
       of_object *(*dict_item)(of_object * dict, const char *key) /* borrowed */)                   \
+    X("PyDict_GetItem",                                                                            \
+      of_object *(*dict_value)(of_object * dict, of_object *key) /* borrowed; clears errors */)    \
     X("PyMapping_GetItemString", of_object *(*item)(of_object * mapping, const char *key))         \
     X("PyList_New", of_object *(*new_list)(ssize_t size))                                          \
     X("PyList_Append", int (*append)(of_object * list, of_object * item))                          \

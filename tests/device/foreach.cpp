@@ -92,10 +92,13 @@ Tensors like(List self, List a) {
     return made;
 }
 
-// In place, and with a result of its own.
+// In place, where the kernels themselves raise the versions, as PyTorch's CUDA has it; and with a
+// result of its own.
 template <class Formula>
 void in_place(const char *name, List self, List a, List b, const Numbers &n, Formula f) {
     run(name, self, self, a, b, n, f);
+    for (const at::Tensor &tensor : self)
+        tensor.unsafeGetTensorImpl()->bump_version();
 }
 template <class Formula>
 Tensors made(const char *name, List self, List a, List b, const Numbers &n, Formula f) {

@@ -44,7 +44,6 @@ LEFT_OUT_WHERE_IT_IS_PLAYED = {
     r"change_groups\]": "Adafactor's last bit is another one, RMSprop doesn't raise: not explained",
     r"forward-change_state\]": "Adafactor's last bit is another one there: not explained",
     r"backward-swap_tensors_before_step\]": "swap_tensors() raises there: not explained",
-    r"backward-write_before_step\]": "lists of operators raise no version on a device",
     r"backward-(read|read_a_gradient|change_state)\]": "long, and played in forward mode",
 }
 

@@ -91,6 +91,7 @@ def test_a_patch_past_the_list_is_found(source: str) -> None:
 #: why.
 UNLISTED = {
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "a new name fails at the import",
+    "torch.utils._python_dispatch.TorchDispatchMode": "PyTorch's own pages show it to users",
     "torch.profiler._cupti_monitor.get_monitor": "only some releases have it; it is asked for",
 }
 

@@ -23,6 +23,7 @@ from optfuse._arguments.check import (
     optional,
     whole,
 )
+from optfuse._library.bindings import Error
 
 CommHook = tuple[Any, Callable[..., Any]]
 
@@ -105,6 +106,7 @@ class Backward:
         accumulate: int = 1,
         side_stream: bool = False,
         ddp: DistributedDataParallel | DDPModel | None = None,
+        final: bool = False,
     ) -> None:
         """accumulate: how many backward passes make one step; only the last of them updates. A
             pass is one backward() that reaches a parameter of this optimizer; step() and
@@ -115,16 +117,30 @@ class Backward:
             as the reduction of its bucket is done, while later ones still are on their way. DDP's
             buckets keep their memory, and the gradients need none beside them. Parameters that the
             model does not reduce are updated as without it.
+        final: each update is final as soon as its gradient is complete, as if a hook of every
+            parameter called step() for that one and set .grad to None: the fused back pass of those
+            who fine-tune. No step() or zero_grad() is needed, and nothing is left to step(), so
+            what is changed between backward() and step() comes too late for this pass
+            (docs/fused-back-pass.md).
 
         Raises optfuse.Error for anything else."""
         self.accumulate: int = argument("Backward", "accumulate", accumulate, _PASSES)
         self.side_stream: bool = argument("Backward", "side_stream", side_stream, FLAG)
         self.ddp: DDPModel | None = argument("Backward", "ddp", ddp, optional(_DDP))
+        self.final: bool = argument("Backward", "final", final, FLAG)
+        if self.final and (self.side_stream or self.ddp is not None):
+            other = "side_stream" if self.side_stream else "ddp"
+            raise Error(
+                f"optfuse: Backward(final=True) and {other} do not go together: a final update "
+                "runs when autograd completes its gradient, on the stream of that; leave one out"
+            )
 
     def behind(self, model: DistributedDataParallel) -> Backward:
         """The same, behind this model unless it names one."""
         ddp = self.ddp or DDPModel(model)
-        return Backward(accumulate=self.accumulate, side_stream=self.side_stream, ddp=ddp)
+        return Backward(
+            accumulate=self.accumulate, side_stream=self.side_stream, ddp=ddp, final=self.final
+        )
 
 
 def mode_of(mode: str | Forward | Backward) -> Forward | Backward:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optfuse import _link
 from optfuse._arguments.plain import are_plain
-from optfuse._library.bindings import FORWARD, lib
+from optfuse._library.bindings import FINAL, FORWARD, Error, guard, lib
 from optfuse._patches.profiling import addresses_are_noted
 
 #: Who finds norms of float32 gradients.
@@ -38,6 +38,22 @@ def _note_marks() -> None:
     if addresses_are_noted():
         for link in list(_link.links.values()):
             link.flush()
+
+
+def refuse_final(params: list[Tensor]) -> None:
+    """Gradients that are gone would be left out without a word."""
+    for link in list(_link.links.values()):
+        if link.mode != FINAL or not guard("final_clip"):
+            continue
+        its = [(slot, p) for p in params if (slot := link.slot_of(p)) is not None]
+        if its and all(p.grad is None for _, p in its):
+            raise Error(
+                f"optfuse: nothing to clip: the gradient of {link.label(its[0][0])} and "
+                "all others of its optimizer have gone into their updates, which "
+                "Backward(final=True) makes inside backward(). Clip each gradient by itself, in a "
+                "hook: p.register_post_accumulate_grad_hook(lambda p: clip_grad_norm_(p, 1.0)), or "
+                'use optfuse.fuse(optimizer, mode="forward")'
+            )
 
 
 def clip_norm(

@@ -77,6 +77,7 @@ def clip_grads_with_norm_(
     if is_compiling() or not _is_number(max_norm):
         return stock_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     params = _listed(parameters)
+    one_call.refuse_final(params)
     if one_call.clip_with_norm(params, max_norm, total_norm) is None:
         stock_clip_grads_with_norm_(params, max_norm, total_norm, foreach)
     return None
@@ -92,10 +93,26 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
     return None
 
 
+def _refuse_by_early_names() -> None:
+    """Who has imported clip_grad_value_() before calls PyTorch's own, whose decorator has the
+    function in a cell."""
+    (cell,) = stock_clip_grad_value_.__closure__
+    clip_value = cell.cell_contents
+
+    @functools.wraps(clip_value)
+    def look_and_clip(parameters: Tensors, *args: Any, **kwargs: Any) -> None:
+        params = _listed(parameters)
+        one_call.refuse_final(params)
+        clip_value(params, *args, **kwargs)
+
+    cell.cell_contents = look_and_clip
+
+
 def install() -> None:
     """Once per process. PyTorch's clip_grad_norm_ looks two of them up by their private names: so
     those who have imported it before gain, too. Its own name there stays PyTorch's, by which pickle
     finds what was imported before."""
+    _refuse_by_early_names()
     for ours in (clip_grad_norm_, get_total_norm, clip_grads_with_norm_, clip_grad_value_):
         ours.__module__ = utils.__name__  # where pickle finds ours
     replace(utils, "clip_grad_norm_", clip_grad_norm_)

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
 from optfuse._arguments.wrappers import unwrapped
-from optfuse._fused import methods
+from optfuse._class_code import counts_calls, patched
+from optfuse._fused import final, methods
 from optfuse._fused.recorded import record
 from optfuse._fused.refuse import check_group, check_params
 from optfuse._fused.scheduler import rewrap
 from optfuse._gpu import is_gpu
-from optfuse._library.bindings import BACKWARD, FORWARD, Error, guard
+from optfuse._library.bindings import BACKWARD, FINAL, FORWARD, Error, guard
 from optfuse._link import Link, link_of
 from optfuse._options import DELAYED, LINK, MADE, Options, is_fused
 from optfuse._patches import raw_memory
@@ -38,6 +39,9 @@ class _Fused:
 
     step = methods.step
     zero_grad = methods.zero_grad
+    step_parameter = final.step_parameter
+    step_param = final.step_param
+    supports_fused_back_pass = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         optimizer: Any = unwrapped(self)  # type: ignore[type-var]
@@ -175,7 +179,14 @@ class _FusedRecorded(_Fused):
         methods.zero_grad(optimizer, set_to_none)
 
 
+class _FusedFinal(_Fused):
+    step = final.step
+    step.hooked = True  # type: ignore[attr-defined]
+
+
 def _methods_for(rule: Rule, mode: int) -> type:
+    if mode == FINAL:
+        return _FusedFinal
     if isinstance(rule, RecordedRule) and mode == BACKWARD:
         return _FusedRecorded
     return _Fused
@@ -235,12 +246,19 @@ def fuse_by(rule: Rule, optimizer: OptimizerT, options: Options) -> OptimizerT:
 
 def become_fused(optimizer: OptimizerT, options: Options, rule: Rule) -> OptimizerT:
     stock = type(optimizer)
-    link = Link(optimizer, options, rule)
+    methods = patched(optimizer)
+    link = Link(optimizer, options, rule, methods)
+    for name in methods:
+        link.saved[name] = optimizer.__dict__[name]
+        if name != "step" or not counts_calls(optimizer):
+            del optimizer.__dict__[name]
     if options.delays:
         link.delayed = options.delays.begin(link, optimizer)
     optimizer.__dict__[LINK] = link
     optimizer.__class__ = fused_class(stock, _methods_for(rule, options.mode))  # type: ignore[assignment, arg-type]
     rewrap(optimizer)
+    if options.mode == FINAL:
+        final.keep(optimizer)
     # On the CPU GradScaler must skip steps by itself, and unscale before someone
     # clips: what is folded is folded in its own unscale_().
     if _AMP in optimizer.__dict__:
@@ -254,10 +272,12 @@ def become_stock(optimizer: Optimizer) -> None:
     link = link_of(optimizer)
     link.updater.give_up(optimizer)
     link.close()
+    final.let_go(optimizer)
     del optimizer.__dict__[LINK], optimizer.__dict__[_AMP]
     optimizer.__dict__.update(link.saved)
     optimizer.__class__ = link.stock
-    rewrap(optimizer)
+    if "step" not in link.saved:
+        rewrap(optimizer)
 
 
 def _unscales(optimizer: Optimizer, mode: int) -> bool:

@@ -17,20 +17,25 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
+from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
+from optfuse._class_code import Own
 from optfuse._clipping.torch_functions import stock_clip_grad_norm_
 from optfuse._library.bindings import Error, lib, lib_with_gil
 from optfuse._options import RECORDED, Options
 from optfuse._patches import raw_memory
 from optfuse._patches.profiling import addresses_are_noted
+from optfuse._registered import has_counted_draws
 from optfuse._updaters import shared_state
+from optfuse._updaters.one_parameter import step_alone
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _STEP = "step"
 _OURS = (_STEP, RECORDED, "__getstate__", "__deepcopy__")  # attributes of the optimizer
+_OF_TRAINERS = ("step_parameter", "step_param", "supports_fused_back_pass")  # if its class has none
 _COUNTS = ("lines", "plays", "at_once", "programs", "operators")
 
 
@@ -40,6 +45,14 @@ _dynamo_skips = functools.partial(torch._dynamo.disable, recursive=False)
 @torch._dynamo.disable
 def _untraced(step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
+
+
+@Optimizer.profile_hook_step
+def _each_parameter(optimizer: Optimizer, own: Own) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(list(group["params"])):
+            if param.grad is not None:
+                step_alone(optimizer, own, param, number, place)
 
 
 class Step:
@@ -54,6 +67,7 @@ class Step:
         self.options, self.because = options, because
         self.counts = (ctypes.c_int64 * len(_COUNTS))()  # of the last one
         self.is_fused = True
+        self.given: list[str] = []  # of _OF_TRAINERS, to the optimizer
         self.alone = threading.RLock()  # in one step() at a time
 
         def function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +83,8 @@ class Step:
             step, args = type(optimizer).step, (optimizer, *args)
         if not self.is_fused:
             return step(*args, **kwargs)
+        if has_counted_draws(type(self.owner())):
+            return self._step_by_parameters(*args[1:] if self.before is None else args, **kwargs)
         if self.options.max_grad_norm is not None or self.options.eager:
             step = functools.partial(self._prepare_and_step, step)
         if (
@@ -81,6 +97,41 @@ class Step:
             made = lib_with_gil.of_shim_recorded_step(None, step, args, kwargs)
             lib.of_shim_recorded_counts(self.counts)
             return made
+
+    def step_parameter(self, p: Tensor, group: dict[str, Any], i: int | None = None) -> None:
+        """See _fused/final.py."""
+        optimizer = self._living_owner()
+        groups = enumerate(optimizer.param_groups)
+        number = next((n for n, its in groups if its is group), None)
+        places = (n for n, its in enumerate(group["params"]) if its is p)
+        place = next(places, None)
+        if number is None or place is None:
+            raise Error(
+                "optfuse: step_parameter() got a parameter and a group that is none of "
+                "optimizer.param_groups, or does not have it now: load_state_dict() makes new ones"
+            )
+        if p.grad is not None:
+            with self.alone:
+                step_alone(optimizer, self._own(optimizer), p, number, place)
+
+    def _step_by_parameters(self, closure: Callable[[], Any] | None = None) -> Any:
+        """step() of a class whose draws a counter answers."""
+        optimizer = self._living_owner()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._clip()
+        with self.alone:
+            _each_parameter(optimizer, self._own(optimizer))
+        return loss
+
+    def _own(self, optimizer: Optimizer) -> Own:
+        patched = {} if self.before is None else {_STEP: self.before}
+        return Own(type(optimizer), patched)
+
+    def step_param(self, p: Tensor, group: dict[str, Any]) -> None:
+        self.step_parameter(p, group)
 
     def _living_owner(self) -> Optimizer:
         if (optimizer := self.owner()) is None:  # a cycle would keep its state
@@ -133,7 +184,7 @@ class Step:
         optimizer = self.owner()
         state = type(optimizer).__getstate__(optimizer)  # type: ignore[attr-defined]
         if state is not None and RECORDED in state:  # all attributes
-            state = {k: v for k, v in state.items() if k not in _OURS}
+            state = {k: v for k, v in state.items() if k not in (*_OURS, *self.given)}
             if self.before is not None:
                 state[_STEP] = self.before
         return state
@@ -170,13 +221,18 @@ def record(optimizer: OptimizerT, options: Options, because: tuple[str, ...]) ->
     step = Step(optimizer, options, because)
     ours = step, step, step.state_of_owner, step.copy_of_owner
     optimizer.__dict__.update(zip(_OURS, ours, strict=True))
+    protocol = step.step_parameter, step.step_param, True
+    for name, value in zip(_OF_TRAINERS, protocol, strict=True):
+        if not hasattr(type(optimizer), name) and name not in optimizer.__dict__:
+            optimizer.__dict__[name] = value
+            step.given.append(name)
     shared_state.fused[id(optimizer)] = optimizer
     return optimizer
 
 
 def unfuse_recorded(optimizer: Optimizer) -> None:
     step = optimizer.__dict__[RECORDED]
-    for name in _OURS[1:]:
+    for name in (*_OURS[1:], *step.given):
         optimizer.__dict__.pop(name, None)
     step.is_fused = False  # somebody may have it
     if optimizer.__dict__.get(_STEP) is step:

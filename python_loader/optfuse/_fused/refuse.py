@@ -136,3 +136,25 @@ def check_eager(eager: Iterable[Tensor], optimizer: Optimizer) -> list[Tensor]:
                 "tensors that are in its param_groups"
             )
     return listed
+
+
+def check_own_hooks(optimizer: Optimizer) -> None:
+    """Raises optfuse.Error if its class has registered hooks on gradients that update."""
+    classes = [c for c in type(optimizer).__mro__ if issubclass(c, Optimizer)]
+    names = [(c.__module__, f"{c.__qualname__}.") for c in classes]
+
+    def is_own(hook: Any) -> bool:
+        function: Any = getattr(hook, "func", hook)
+        module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        return any(module == its and name.startswith(prefix) for its, prefix in names)
+
+    for index, group in enumerate(optimizer.param_groups):
+        for i, param in enumerate(group["params"]):
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            if any(map(is_own, hooks.values())):
+                raise Error(
+                    f"optfuse: {type(optimizer).__name__} has a hook of its own on the gradient of "
+                    f"{label(group, index, i)}, which updates inside backward(): nothing is left "
+                    "to fuse. Keep the optimizer as it is, or make it without its hooks (many "
+                    "classes have fused=False for that)"
+                )

@@ -6,17 +6,15 @@ wrapped again around the class's present one."""
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from typing import Any
 
 from torch.optim import Optimizer
 
+from optfuse._class_code import WRAPPED
 from optfuse._library.bindings import Error
 from optfuse._patches.profiling import stranger
 from optfuse._rules import RULES
-
-_WRAPPED = "_wrapped_by_lr_sched"
 
 
 def _counting(optimizer: Optimizer) -> Any:
@@ -29,19 +27,12 @@ def _counting(optimizer: Optimizer) -> Any:
         target._opt_called = True
         return function(target, *args, **kwargs)
 
-    vars(wrapper)[_WRAPPED] = True
+    vars(wrapper)[WRAPPED] = True
     return wrapper
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Raises optfuse.Error if something unknown has replaced step()."""
-    own = optimizer.__dict__.get("step")
-    if own is not None and not getattr(own, _WRAPPED, False):
-        kind = "method" if isinstance(own, types.MethodType) else type(own).__name__
-        raise Error(
-            f"optfuse: optimizer.step was replaced on this object by a {kind}, which fuse() "
-            "would silently bypass; fuse the optimizer first and replace step() afterwards"
-        )
+    """Raises optfuse.Error if something has replaced the step() of its class."""
     stock = type(optimizer)
     other = stranger(stock.step) if stock in RULES else None  # others are called as they are
     if other is not None:

@@ -12,7 +12,7 @@ from optfuse._library.caller import find_caller
 from optfuse._library.loader import load
 from optfuse._library.log import configure, receive
 
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, FINAL = 0, 1, 2
 OK, LEFT = 0, -1
 ALL_MODELS = -1  # of of_shim_await()
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -25,6 +25,7 @@ class Trait(enum.IntFlag):
     READS_SCALE = 2
     COUNTS_PASSES = 4
     IS_SHARDED = 8
+    BY_CLASS = 16
 
 
 class Error(RuntimeError):
@@ -81,6 +82,9 @@ _PROTOTYPES: _Prototypes = {
     "of_shim_plan_free": (None, [_Plan]),
     "of_shim_clear": (_Int, [_Plan]),
     "of_shim_step": (_Int, [_Plan, _Sizes, _Size, _Sizes]),
+    "of_shim_step_slot": (_Int, [_Plan, _Size, _Bool]),
+    "of_shim_begin_nested_pass": (None, []),
+    "of_shim_end_nested_pass": (None, []),
     "of_shim_flush": (_Int, [_Plan, _Bool, _Bools]),
     "of_shim_await": (_Int, [ctypes.c_int64]),
     "of_shim_is_updated": (_Bool, [_Plan, _Size]),
@@ -115,6 +119,7 @@ _WITH_GIL: _Prototypes = {
     "of_shim_ledger_open": (None, [_Plan, _Object, _Object, _Object]),
     "of_shim_ledger_rebuild": (_Int, [_Plan, _Object]),
     "of_shim_ledger_step": (_Int, [_Plan, _Object, _Bool]),
+    "of_shim_ledger_step_slot": (_Int, [_Plan, _Object, _Size]),
     "of_shim_ledger_zero_grad": (_Int, [_Plan, _Object, _Bool]),
     "of_shim_ledger_tell_options": (_Int, [_Plan, _Object]),
     "of_shim_ledger_forget_state": (None, [_Plan]),

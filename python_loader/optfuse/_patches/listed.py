@@ -207,6 +207,12 @@ PLACES = (
         ("_wrapped_by_lr_sched", "_opt_called"),
     ),
     (
+        "the function that the decorator of clip_grad_value_() calls",
+        "who has imported that one before must not clip nothing, with Backward(final=True)",
+        f"{_CLIP}.clip_grad_value_",
+        ("_group_tensors_by_device_and_dtype",),
+    ),
+    (
         "the call of a model about which reorder() is undecided",
         "a forward hook would be scripted, copied and saved with the model",
         "torch.nn.Module._wrapped_call_impl",
@@ -341,6 +347,25 @@ AWAITED = Lists(
             "them",
             ("self", "output"),
             asked_by="torch.nn.parallel.DistributedDataParallel.forward",
+        ),
+    ),
+    (),
+)
+
+#: Checked where the first optimizer is fused whose updates are final.
+FINAL_UPDATES = Lists(
+    (
+        *(
+            Patch(
+                f"torch.{module}._engine_run_backward",
+                "a backward pass inside of another one is a part of that",
+            )
+            for module in ("autograd", "autograd.graph")
+        ),
+        Patch(
+            "torch.Tensor.register_post_accumulate_grad_hook",
+            "it puts Python's hooks in the place of ours: ours comes behind them again",
+            ("self", "hook"),
         ),
     ),
     (),

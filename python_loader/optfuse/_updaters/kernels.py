@@ -56,6 +56,10 @@ class Kernels(Updater):
             flushed = self._tell_entry(slots, slot, state.get(param), False, flushed)
         return slots.sharing()
 
+    def tell_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
+        entry = optimizer.__dict__["state"].get(slots.params[slot])
+        self._tell_entry(slots, slot, entry, False, False)
+
     def make_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
         group, param = optimizer.param_groups[slots.group_of[slot]], slots.params[slot]
         self._rule.make_state(optimizer, self._stock, group, param)
@@ -105,6 +109,9 @@ class Kernels(Updater):
         if number >= 0:
             return self._rule.options[number].partition(".")[0]
         return self._scalars.changed_option(then, group)
+
+    def step_one(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
+        lib_with_gil.of_shim_ledger_step_slot(self._plan, optimizer, slot)
 
     def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         """A scale that was set by hand is obeyed in step(): on a GPU by kernels, else by the

@@ -5,9 +5,8 @@ backward pass, if it can, and what it records of a parameter runs when that one'
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from operator import is_
 from typing import Any
 
@@ -34,6 +33,11 @@ _UNEXPECTED = (
 _CALLED = (
     "optfuse: step() got {}, but backward fusion has called it already, without, at the first "
     f"gradient; {_FORWARD}"
+)
+_STEPPED_ONE = (
+    "optfuse: step_parameter() of {}, but backward fusion has called the class's own step() at the "
+    "first gradient of this pass, for all parameters; call step() behind backward(), or use "
+    "optfuse.Backward(final=True)"
 )
 _KEEPS = "keeps a gradient"
 _KEPT = (
@@ -109,6 +113,11 @@ class Recorded(Updater):
 
     # ---- a step
 
+    def step_one(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
+        if self._run is not None:
+            raise Error(_STEPPED_ONE.format(slots.labels[slot]))
+        super().step_one(optimizer, slots, slot)
+
     def called(
         self, optimizer: Optimizer, make: Callable[[], object], *args: Any, **kwargs: Any
     ) -> Any:
@@ -133,8 +142,8 @@ class Recorded(Updater):
     def take_step(self, optimizer: Optimizer) -> None:
         args, kwargs = self._call or ((), {})
         self._default_device = DefaultDevice()
-        step, args = self._stock.step, (optimizer, *args)
-        with as_stock(optimizer, self._stock):
+        step, args = self._own.method("step"), (optimizer, *args)
+        with self._own.seen(optimizer):
             if not self._records or addresses_are_noted():  # which tensors without numbers lack
                 self._result = step(*args, **kwargs)
                 torch.ops.optfuse.leave_to_step(self._plan, "was not recorded")
@@ -174,9 +183,9 @@ class Recorded(Updater):
         params = [p for p, g in zip(slots.params, gradients, strict=True) if g is not None]
         gradients = [g for g in gradients if g is not None]
         try:
-            with as_stock(optimizer, self._stock), self._default_device.here():
+            with self._own.seen(optimizer), self._default_device.here():
                 run.result = lib_with_gil.of_shim_step_ahead(
-                    *(self._plan, self._stock.step, (optimizer,)),
+                    *(self._plan, self._own.method("step"), (optimizer,)),
                     *(params, gradients, run.dropped),
                 )
             for i in range(len(gradients)):
@@ -308,14 +317,3 @@ def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
 
 def are_same(known: list[Any], found: list[Any]) -> bool:
     return len(known) == len(found) and all(map(is_, known, found))
-
-
-@contextlib.contextmanager
-def as_stock(optimizer: Optimizer, stock: type[Optimizer]) -> Iterator[None]:
-    """step() sees an optimizer of its class."""
-    fused = optimizer.__class__
-    optimizer.__class__ = stock
-    try:
-        yield
-    finally:
-        optimizer.__class__ = fused

@@ -23,7 +23,8 @@ from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 from optfuse._library.default_device import DefaultDevice
 from optfuse._rules import RegisteredRule
 from optfuse._updaters.native import NATIVE
-from optfuse._updaters.recorded import are_same, as_stock
+from optfuse._updaters.one_parameter import draws_of
+from optfuse._updaters.recorded import are_same
 from optfuse._updaters.shared_state import shares_with_others
 from optfuse._updaters.slots import Groups, Slots
 from optfuse._updaters.updater import Entry, OfPlan, Updater, has_scale
@@ -73,6 +74,7 @@ class Registered(Updater):
         self._used: Settings | None = None
         self._entries: list[Entry | None] = []  # by slot, and what is in them
         self._values: list[list[Any]] = []
+        self._places: list[tuple[int, int]] = []  # of each parameter in the groups
         self._keys: list[Any] = []  # of the state, that are no parameters
         self._begun_by: int | None = None  # the thread that has noted all this since step()
         self._dropped: list[Tensor] = []  # parameters whose .grad step() has set to None
@@ -111,7 +113,7 @@ class Registered(Updater):
 
         no_gradients = consumed_gradients.aside(parameters_of(optimizer), others=True)
         try:
-            with no_gradients, without_hooks(optimizer), as_stock(optimizer, self._stock):
+            with no_gradients, without_hooks(optimizer), self._own.seen(optimizer):
                 return self._step(optimizer, ask)
         except _Asked:
             return super().evaluate(optimizer, closure)
@@ -129,7 +131,7 @@ class Registered(Updater):
     def _step_late(self, optimizer: Optimizer, slots: Slots, late: list[int]) -> None:
         state = optimizer.__dict__["state"]
         new = [slot for slot in late if slots.params[slot] not in state]
-        with as_stock(optimizer, self._stock):
+        with self._own.seen(optimizer):
             self._step(optimizer)
         for slot in new:  # whose entries come in the order of the parameters
             if slots.params[slot] in state:
@@ -159,6 +161,7 @@ class Registered(Updater):
         self._entries, self._values = [None] * len(slots), [_UNTOLD] * len(slots)
         state = optimizer.__dict__["state"]
         self._keys = no_parameters(state)
+        self._places = list(zip(slots.group_of, slots.place_of, strict=True))
         for slot, param in enumerate(slots.params):
             self._know(slot, state.get(param))
         if not self.is_unconfirmed():
@@ -187,8 +190,9 @@ class Registered(Updater):
         try:
             with (
                 self._default_device.here(),
-                as_stock(optimizer, self._stock),
+                self._own.seen(optimizer),
                 without_hooks(optimizer),
+                draws_of(optimizer, self._own, param, *self._places[slot]),
             ):
                 lib_with_gil.of_shim_step_alone(self._plan, self._step, (optimizer,), param)
         finally:

@@ -31,6 +31,7 @@ class Slots:
         self.params: list[Tensor] = list(chain.from_iterable(map(params_of, groups)))
         self.locals: list[Tensor] = list(map(local_of, self.params))  # what the library sees
         self.group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
+        self.place_of = [i for group in groups for i in range(len(group["params"]))]
         self.labels = [
             label(g, i, j) for i, g in enumerate(groups) for j in range(len(g["params"]))
         ]

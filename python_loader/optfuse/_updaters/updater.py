@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from optfuse._class_code import step_of
+from optfuse._class_code import Own, step_of
 from optfuse._late import Settings
 from optfuse._library.bindings import BACKWARD, lib
 from optfuse._options import Options
 from optfuse._rules import Rule
+from optfuse._updaters.one_parameter import step_alone
 from optfuse._updaters.slots import Groups, Slots
 
 Entry = dict[str, Any]
+NONE_PATCHED: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 CHANGED_GROUPS = (
     "optfuse: a change of param_groups between backward() and step(): backward fusion has already "
     "updated parameters of this optimizer, whose counters step() advances; change param_groups "
@@ -37,6 +40,7 @@ class OfPlan(NamedTuple):
     stock: type[Optimizer]
     rule: Rule
     options: Options
+    methods: Mapping[str, Callable[..., Any]]  # of the object itself, in the place of its class's
 
 
 class Updater:
@@ -46,6 +50,7 @@ class Updater:
     gpu_bits_differ: tuple[str, ...] = ()  # kinds of parameters, found since fuse()
 
     def __init__(self, of_plan: OfPlan) -> None:
+        self._own = Own(of_plan.stock, of_plan.methods)
         self._stock = of_plan.stock
         self._plan = of_plan.plan
         self._rule = of_plan.rule
@@ -96,6 +101,9 @@ class Updater:
         """Tells the library of the state, if it does not find that in step(). The slots whose state
         others hold, too."""
         return []
+
+    def tell_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
+        """tell_state() of one parameter."""
 
     def make_entry(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
         """Makes and tells the state of a parameter, as stock does at its first gradient, if the
@@ -149,6 +157,13 @@ class Updater:
     def prepare(self, optimizer: Optimizer, same_groups: bool) -> bool:
         """Comes after it. Whether the next step needs it, too, whatever the options are."""
         return False
+
+    def step_one(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
+        """step(), of one parameter: has run when this returns."""
+        param = slots.params[slot]
+        if param.grad is not None:
+            place = slots.group_of[slot], slots.place_of[slot]
+            step_alone(optimizer, self._own, param, *place)
 
     def apply(self, optimizer: Optimizer, slot: int, param: Tensor) -> Entry:
         """An update that runs Python. Returns the entry of the state."""

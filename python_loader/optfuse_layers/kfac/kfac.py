@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from optfuse import _process
 from optfuse._arguments.check import argument, checked, parameters_of
 from optfuse._clipping import preconditioners
-from optfuse._library.bindings import BACKWARD, Error
+from optfuse._library.bindings import FORWARD, Error
 from optfuse._link import link_of
 from optfuse._options import is_fused
 from optfuse_layers.kfac import messages
@@ -298,7 +298,7 @@ class KFAC:
 
 
 def _refuse_backward_mode(optimizer: Optimizer) -> None:
-    if is_fused(optimizer) and link_of(optimizer).mode == BACKWARD:
+    if is_fused(optimizer) and link_of(optimizer).mode != FORWARD:
         raise Error(
             "optfuse: kfac() preconditions gradients before step(), and in backward mode they are "
             'used up by then; use optfuse.fuse(optimizer, mode="forward")'

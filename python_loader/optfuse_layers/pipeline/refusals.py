@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from optfuse._arguments.check import parameters_of
 from optfuse._clipping.preconditioners import kfac_of
-from optfuse._library.bindings import BACKWARD, Error
-from optfuse._link import link_of
+from optfuse._library.bindings import BACKWARD, FINAL, Error
+from optfuse._link import Link, link_of
 from optfuse._options import is_fused
 from optfuse_layers.pipeline.flow import Flow
 from optfuse_layers.pipeline.plan import SYNCHRONOUS, PipelinePlan
@@ -68,6 +68,14 @@ def check_processes(
     return found
 
 
+def _refuse_final(link: Link) -> None:
+    if link.mode == FINAL:
+        raise Error(
+            "optfuse: a Pipeline adds up the gradients of several batches, and "
+            "Backward(final=True) would update with each of them; use another mode"
+        )
+
+
 def check_optimizer(
     plan: PipelinePlan, module: nn.Sequential, layers: Iterable[int], optimizer: Optimizer
 ) -> None:
@@ -82,6 +90,7 @@ def check_optimizer(
         )
     if is_fused(optimizer):
         link = link_of(optimizer)
+        _refuse_final(link)
         if link.mode == BACKWARD and plan.strategy not in SYNCHRONOUS:
             raise Error(
                 f"optfuse: the layers of a Pipeline by {plan.strategy!r} are updated at different "

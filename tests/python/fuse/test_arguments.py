@@ -117,6 +117,7 @@ WRONG = {
     "Backward": {
         "accumulate": (*NO_COUNT, 0, -1),
         "side_stream": NO_FLAG,
+        "final": NO_FLAG,
         "ddp": NO_DDP[1:],
     },
     "DDPModel": {
@@ -148,6 +149,7 @@ WRONG = {
     "register": {
         "cls": (instance, None, 3, "AdamW", nn.Linear, torch.optim.Optimizer),
         "per_parameter": NO_FLAG,
+        "random": (3, True, "philox", b"counter", ["counter"]),
     },
     "random_bits": {
         "seed": (*NO_COUNT, -1, 2**53),

@@ -178,12 +178,6 @@ def test_foreach_over_parameters_that_overlap_later(mode):
         torch.testing.assert_close(trained[True, True], trained[True, False], rtol=0, atol=1e-6)
 
 
-def test_a_replaced_step_method():
-    optimizer = adamw(net().parameters())
-    optimizer.step = lambda closure=None: None
-    refused(optimizer, "step")
-
-
 def clamped(step):
     """Without functools.wraps(), as step() itself is, and with it."""
 

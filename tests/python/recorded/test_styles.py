@@ -85,6 +85,7 @@ def seen(model, optimizer, with_gradients):
     """All that a user can look at."""
     places = {id(p): i for i, p in enumerate(model.parameters())}
     left_out = {"param_groups", "state", "ids", "texts", "step", "_optfuse_link", LINK, RECORDED}
+    left_out |= {"step_parameter", "step_param", "supports_fused_back_pass"}
     attributes = {k: v for k, v in vars(optimizer).items() if k not in left_out}
     attributes = {k: v for k, v in attributes.items() if not k.startswith("_")}
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

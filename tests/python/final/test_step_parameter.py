@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The trainers' protocol: a hook of their own calls step_parameter(), in every mode."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from trainers import OPTIMIZERS, WRONG_IN_16_BITS, Factored, same
+
+import optfuse
+
+MODES = ["forward", "backward", optfuse.Backward(final=True)]
+
+
+def net(dtype):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 200), nn.Tanh(), nn.Linear(200, 8)).to(dtype)
+
+
+def train(model, opt, narrow):
+    """OneTrainer's hook; kohya's is step_param()."""
+    seen = []
+
+    def hook(p, group, i):
+        opt.step_param(p, group) if i % 2 else opt.step_parameter(p, group, i)
+        seen.append(p.detach().clone())  # the update has run
+        p.grad = None
+
+    for group in opt.param_groups:
+        for i, p in enumerate(group["params"]):
+            p.register_post_accumulate_grad_hook(lambda p, g=group, i=i: hook(p, g, i))
+    g = torch.Generator().manual_seed(1)
+    for turn in range(4):
+        x = torch.randn(4, 8, generator=g).to(narrow)
+        model(x).float().square().mean().backward()
+        if turn == 2:
+            opt.param_groups[0]["lr"] *= 0.5
+    return seen + list(model.parameters())
+
+
+def eager(make, params):
+    opt = make(params)
+
+    def step_parameter(p, group, i=None):
+        single = make([p])
+        single.state = opt.state
+        single.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
+        single.step()
+
+    opt.step_parameter = opt.step_param = step_parameter
+    return opt
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["forward", "backward", "final"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_its_bits_are_those_of_the_eager_class(kind, dtype, mode):
+    if kind in WRONG_IN_16_BITS and dtype != torch.float32:
+        pytest.skip("stock is wrong there")
+    model, other = net(dtype), net(dtype)
+    expected = train(other, eager(OPTIMIZERS[kind], other.parameters()), dtype)
+    opt = optfuse.fuse(OPTIMIZERS[kind](model.parameters()), mode)
+    assert opt.supports_fused_back_pass
+    assert all(map(same, train(model, opt, dtype), expected))
+
+
+def test_a_stale_group_is_refused():
+    model = net(torch.float32)
+    opt = optfuse.fuse(OPTIMIZERS["adamw"](model.parameters()), "backward")
+    group = opt.param_groups[0]
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(optfuse.Error, match="load_state_dict"):
+        opt.step_parameter(model[0].weight, group, 0)
+    with pytest.raises(optfuse.Error, match="no parameter of this optimizer"):
+        opt.step_parameter(torch.zeros(1), group, 0)
+
+
+def test_backward_mode_confirms_what_it_has_updated():
+    model = net(torch.float32)
+    opt = optfuse.fuse(OPTIMIZERS["adamw"](model.parameters()), "backward")
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            opt.step_parameter(p, opt.param_groups[0], 0)
+            p.grad = None
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_class_that_has_it_is_called_by_it():
+    class Own(Factored):
+        def step_parameter(self, p, group, i):
+            p.data.sub_(p.grad)
+
+    model = net(torch.float32)
+    opt = optfuse.fuse(Own(model.parameters()))
+    p = model[0].weight
+    before, p.grad = p.detach().clone(), torch.ones_like(p)
+    opt.step_parameter(p, opt.param_groups[0], 0)
+    assert torch.equal(before - 1, p)
