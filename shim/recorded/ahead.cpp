@@ -66,11 +66,11 @@ bool gets_gradient(const Slot &slot) {
 std::vector<Anchor> anchors_of(const Plan &plan, const std::vector<Part> *parts) {
     std::vector<Anchor> anchors;
     for (const Slot *slot : plan.slots) {
-        anchors.push_back({storage_of(slot->param), slot->index});
+        anchors.push_back({storage_of(slot->param), slot->index, false});
         const at::Tensor &gradient =
             parts == nullptr ? slot->param->grad() : (*parts)[slot->index].stand_in;
         if (gradient.defined() && gradient.has_storage())
-            anchors.push_back({storage_of(gradient.unsafeGetTensorImpl()), slot->index});
+            anchors.push_back({storage_of(gradient.unsafeGetTensorImpl()), slot->index, true});
     }
     return anchors;
 }

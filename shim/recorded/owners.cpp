@@ -75,8 +75,11 @@ class Sharing {
         : lines(the_lines), values(its) {}
 
     std::string run(const std::vector<Anchor> &anchors, std::vector<Part> *parts) {
-        for (const Anchor &anchor : anchors)
+        for (const Anchor &anchor : anchors) {
             sets.add(anchor.storage, anchor.slot);
+            if (anchor.is_gradient)
+                with_gradient.insert(anchor.slot);
+        }
         if (!sets.are_apart)
             return "has parameters or gradients in the same memory";
         for (const Line &line : lines)
@@ -87,7 +90,7 @@ class Sharing {
         for (const Line &line : lines)
             if (!each_place(line, [&](uint32_t place) { return give(line, place, parts); }))
                 return "writes what belongs to no parameter (" + line.op.schema().name() + ")";
-        return {};
+        return changes_others ? "changes parameters without gradients" : "";
     }
 
   private:
@@ -163,6 +166,8 @@ class Sharing {
         const size_t slot = owner_of(line, place);
         if (slot == kNoSlot)
             return false;
+        // Nothing would run these lines.
+        changes_others |= line.known->writes.any() && with_gradient.count(slot) == 0;
         if (parts == nullptr)
             return true;
         Part &part = (*parts)[slot];
@@ -189,6 +194,8 @@ class Sharing {
     const std::vector<Line> &lines;
     const std::vector<c10::IValue> &values;
     Sets sets;
+    ska::flat_hash_set<size_t> with_gradient; // slots
+    bool changes_others = false;
 };
 
 } // namespace

@@ -16,6 +16,7 @@ struct Part;
 struct Anchor {
     const c10::StorageImpl *storage;
     size_t slot;
+    bool is_gradient;
 };
 
 // Lines of lists become lines of their places. parts: by slot; they get the lines. Null: nothing is
