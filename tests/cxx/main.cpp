@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// main.cpp: runs the tests of optfuse.hpp, in a process that has no Python, or random programs, or
-// those of a GPU.
+// main.cpp: runs the tests of optfuse.hpp, in a process that has no Python, or those of a GPU.
 #include "optfuse.hpp"
 
 #include "common.h"
@@ -16,8 +15,6 @@ static bool has_python() {
 }
 
 int main(int argc, char **argv) {
-    if (argc > 1 && std::string(argv[1]) == "hazard")
-        return hazard::play_programs(argc - 1, argv + 1);
     if (argc > 3 && std::string(argv[1]) == "device")
         on_gpu::play(argv[2], argv[3]);
     test_training();

@@ -12,10 +12,6 @@ void test_clipping(); // clipping.cpp
 void test_refusals(); // refusals.cpp
 void test_lifetime();
 
-namespace hazard {
-int play_programs(int argc, char **argv); // hazard/programs.cpp
-}
-
 namespace on_gpu {
 void play(const char *device, const char *kernels); // ../device/cxx.cpp; does not return
 }

@@ -23,6 +23,25 @@ def sgd(params):
     return optimizer
 
 
+class Mine(torch.optim.Optimizer):
+    """Without kernels, and with no state but tensors on the GPU."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+            state["m"].mul_(0.9).add_(p.grad)
+            state["v"].addcmul_(p.grad, p.grad, value=0.1)
+            p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-3), value=-0.1)
+
+
 def fused(mode, **options):
     return lambda optimizer: fuse_with(optimizer, mode, **options)
 
@@ -44,16 +63,23 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("make", [adamw, pytest.param(sgd, marks=pytest.mark.full)])
+@pytest.mark.parametrize("make", [adamw, Mine, pytest.param(sgd, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_in_order_with_stock_is_in_order_with_ours(way, make):
-    mode, waits = "forward" if way == "forward" else "backward", 0
+    mode, waits, ahead = "forward" if way == "forward" else "backward", 0, []
+
+    def wrap(optimizer):
+        ahead.append(WAYS[way](optimizer))
+        return ahead[-1]
+
     for seed, (program, stock) in enumerate(in_order(mode, make)):
         waits += sum(kind is wait for kind, _, _ in program)
-        ours = run(program, make, WAYS[way])
+        ours = run(program, make, wrap)
         assert ours.failed_at is None, f"program {seed}, {explain(program, ours)}"
         assert_same(f"values of program {seed}\n{describe(program)}", ours.values, stock.values)
     assert waits > PROGRAMS, "hardly a program needed a wait: they prove nothing"
+    if make is Mine and mode == "backward":
+        assert sum(o._optfuse_link.updater.passes_ahead for o in ahead) > PROGRAMS
 
 
 def test_without_our_waits_some_are_not(monkeypatch):

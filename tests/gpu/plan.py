@@ -242,7 +242,13 @@ def bits(plan: Plan) -> Part:
 @on_gpu
 def recorded(plan: Plan) -> Part:
     chosen = ["-k", "only_steps or operators or styles"]
-    return tests(plan, "recorded steps", 150.0, device=["test_gpu_recorded"], chosen=chosen)
+    return tests(
+        plan,
+        "recorded steps",
+        150.0,
+        device=["test_gpu_recorded", "test_gpu_programs"],
+        chosen=chosen,
+    )
 
 
 @on_gpu

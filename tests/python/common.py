@@ -8,6 +8,7 @@ value is copied at the moment it is yielded, so a script decides when a weight
 is looked at, and leaves updates pending until then.
 """
 
+import collections
 import contextlib
 import gc
 import os
@@ -82,7 +83,7 @@ def assert_same(name, ours, stock):
         assert list(ours) == list(stock), f"{name}: keys {list(ours)}, in stock {list(stock)}"
         for key in stock:
             assert_same(f"{name}[{key!r}]", ours[key], stock[key])
-    elif isinstance(stock, list | tuple):
+    elif isinstance(stock, list | tuple | collections.deque):
         assert len(ours) == len(stock), f"{name}: length {len(ours)}, in stock {len(stock)}"
         for i, pair in enumerate(zip(ours, stock, strict=True)):
             assert_same(f"{name}[{i}]", *pair)
@@ -96,7 +97,7 @@ def snapshot(value):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: snapshot(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | collections.deque):
         return type(value)(snapshot(item) for item in value)
     return value
 

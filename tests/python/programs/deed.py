@@ -112,7 +112,7 @@ class Deed:
     def takes(self, kind):
         if callable(self.kinds):
             return self.kinds(kind)
-        return self.kinds is None or kind.name in self.kinds
+        return self.kinds is None or kind.name.removesuffix(" in C++") in self.kinds
 
 
 DEEDS: dict[str, Deed] = {}

@@ -55,29 +55,31 @@ OPTIONS_OF_FUSE = [
 ]
 
 
-def draw_setup(rng):
-    names = [rng.choice(DRAWN) for _ in range(rng.choice((1, 1, 1, 2)))]
+def draw_setup(rng, kind=None):
+    usual = [name for name in DRAWN if name not in IN_SIXTEEN_BITS]
+    models = usual if kind and kind.startswith("SGD") else DRAWN  # where stock is broken
+    names = [rng.choice(models) for _ in range(rng.choice((1, 1, 1, 2)))]
     share = rng.choice(SHARES)
     if "last model" in share:
-        names += [rng.choice(DRAWN)] * (2 - len(names))
-    kinds = [kind for kind in ALL for _ in range(kind.weight)]
-    if any(name in IN_SIXTEEN_BITS for name in names):
+        names += [rng.choice(models)] * (2 - len(names))
+    kinds = [KINDS[kind]] if kind else [one for one in ALL for _ in range(one.weight)]
+    if not kind and any(name in IN_SIXTEEN_BITS for name in names):
         # Stock's SGD is broken there, and the for-loop's bits depend on how a
         # tensor lies in memory, see docs/numerics.md.
         kinds = [KINDS[name] for name in SIXTEEN_BITS]
     optimizers = []
     for over in share:
-        kind = rng.choice(kinds)
-        options = {"lr": rng.choice((1e-1, 1e-2, 1e-3)), **rng.choice(kind.options)}
+        chosen = rng.choice(kinds)
+        options = {"lr": rng.choice((1e-1, 1e-2, 1e-3)), **rng.choice(chosen.options)}
         if "same elements" in names:
             # It computes all updates before it makes any; optfuse one by one, as the for-loop.
             options.pop("foreach", None)
         optimizers.append(
             {
-                "kind": kind.name,
+                "kind": chosen.name,
                 "over": over,
                 "groups": rng.choice((1, 1, 2)),
-                "tensor_lr": rng.random() < 0.1 and kind.has_tensor_lr,
+                "tensor_lr": rng.random() < 0.1 and chosen.has_tensor_lr,
                 "options": options,
             }
         )
@@ -88,7 +90,7 @@ def usable_deeds(setup, gentle):
     """About half of all programs hold only what backward fusion can answer."""
     kinds = [KINDS[spec["kind"]] for spec in setup["optimizers"]]
     for deed in DEEDS.values():
-        fits = deed.weight and all(map(deed.takes, kinds))
+        fits = deed.weight and all(deed.takes(k) and deed.name not in k.spares for k in kinds)
         is_gentle = deed.is_gentle and (deed.where != ANYWHERE or deed.name == "collect_garbage")
         if (
             fits
@@ -98,7 +100,7 @@ def usable_deeds(setup, gentle):
             yield deed
 
 
-def chosen(deeds, seed, slot, often):
+def won(deeds, seed, slot, often):
     """One by their weights. Another deed in the table changes only the draws that it wins."""
 
     def arrival(deed):
@@ -108,18 +110,19 @@ def chosen(deeds, seed, slot, often):
     return min(deeds, key=arrival)
 
 
-def generate(seed, often=()):
-    """often: names of deeds to be drawn more often, in programs of all kinds."""
+def generate(seed, often=(), kind=None):
+    """often: names of deeds to be drawn more often, in programs of all kinds. kind: the name of
+    that of all optimizers."""
     rng = random.Random(seed)
-    setup = draw_setup(rng)
+    setup = draw_setup(rng, kind)
     # 1: the first use of one parameter does not do for that of its neighbours.
     setup["bucket_bytes"] = rng.choice((1, 1, 0, 400))
     usable = list(usable_deeds(setup, rng.random() < 0.5 and not often))
     first = [deed for deed in usable if deed.where == BEFORE_FUSE]
     later = [deed for deed in usable if deed.where != BEFORE_FUSE]
-    drawn = [chosen(first, seed, 0, often)] if first and rng.random() < 0.1 else []
+    drawn = [won(first, seed, 0, often)] if first and rng.random() < 0.1 else []
     drawn.append(DEEDS["iteration"])
-    drawn += [chosen(later, seed, slot, often) for slot in range(rng.randint(5, 16))]
+    drawn += [won(later, seed, slot, often) for slot in range(rng.randint(5, 16))]
     actions = [
         (deed.name, deed.draw(random.Random(f"{seed} {slot}"))) for slot, deed in enumerate(drawn)
     ]

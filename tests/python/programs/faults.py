@@ -108,7 +108,7 @@ def switch_off(*guards):
 def by_the_guard(failure, others):
     """Whether the program ends otherwise with the guard on: it may have found something else."""
     switch_off(*others)
-    return what_fails(generate(failure.seed, failure.often), failure.mode) != failure.what
+    return what_fails(generate(failure.seed, **failure.how), failure.mode) != failure.what
 
 
 def found(guard):

@@ -2,6 +2,7 @@
 """The models that programs train: as small as their hazard allows."""
 
 import torch
+from style_classes import MyParameter
 from torch import nn
 from torch.distributed.tensor import (
     DTensor,
@@ -160,6 +161,42 @@ class Recurrent(nn.Module):
         return state
 
 
+class Marked(nn.Module):
+    """An embedding, whose weights decode, too, a convolution, a norm and a matrix; some parameters
+    are marked."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 12)
+        self.conv = nn.Conv1d(12, 10, 3, padding=1)
+        self.norm = nn.BatchNorm1d(10)
+        self.out, self.back = nn.Linear(10, 30), nn.Linear(30, 7)
+        self.tied = nn.Linear(12, 7, bias=False)
+        self.tied.weight = self.table.weight
+        self.conv.weight = MyParameter(self.conv.weight.detach())
+        self.out.bias.special = True
+        self.back.bias.register_hook(lambda grad: grad)
+
+    def forward(self, x):
+        embedded = self.table(x)
+        hidden = self.norm(self.conv(embedded.transpose(1, 2))).relu()
+        return self.back(self.out(hidden.mean(2)).relu()) + self.tied(embedded).mean(1)
+
+
+class Shapes(nn.Module):
+    """A parameter of each number of dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = (3, 5), (4,), (2, 3, 2), (41,), (1,), ()
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x):
+        scale = x.mean()
+        parts = [((p * p).sum() + (p * (scale + i)).sum()) for i, p in enumerate(self.weights)]
+        return torch.stack(parts)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -303,6 +340,10 @@ MODELS = {
 }
 DRAWN = tuple(MODELS)  # by random programs; a deed may add a model of its own
 MODELS |= MODULES
+MODELS["marked"] = (Marked, words)
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
+OF_SHAPES = {f"shapes in {str(dtype)[6:]}": dtype for dtype in DTYPES}
+MODELS |= {name: (lambda of=dtype: Shapes().to(of), rows) for name, dtype in OF_SHAPES.items()}
 MODELS["joins later"] = (JoinsLater, rows)
 MODELS["layers"] = (Layers, rows)
 MODELS["odd sizes"] = (

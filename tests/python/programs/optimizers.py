@@ -3,8 +3,9 @@
 registered, and those that couple their parameters."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import generated_classes
 import on_device
 import own_classes
 import recorded_classes
@@ -13,7 +14,9 @@ import torch
 
 import optfuse
 import optfuse.optim
+from programs import cxx_door
 
+IN_CXX = " in C++"  # kinds that optfuse.hpp fuses
 NATIVE, RECORDED, REGISTERED, OWN = "native", "recorded", "registered", "own"
 
 
@@ -29,6 +32,7 @@ class Kind:
     has_attributes: bool = False  # of its own, of which PyTorch copies and pickles none
     has_closure: bool = True  # calls the one that step() is given
     reads_strides: bool = True  # of gradients; PyTorch's fused kernels go through memory
+    spares: tuple[str, ...] = ()  # deeds that random programs don't have with it
 
 
 def fused(cls):
@@ -127,6 +131,84 @@ ALL = (
 )
 
 
+def drawn(groups, seed, lr=0.1):
+    """By a class of which all that its step() does is drawn."""
+    for group in groups[1:]:
+        group["flag"] = False
+    return generated_classes.make(seed)(groups, lr=lr)
+
+
+def training(cls):
+    """For those that are told so."""
+
+    def make(groups, **options):
+        optimizer = cls(groups, **options)
+        getattr(optimizer, "train", list)()
+        return optimizer
+
+    return make
+
+
+UNFUSED = ("unfuse_and_fuse_again", "train_one_round_unfused", "replace_the_optimizer")
+# One for each way in which a step() computes, or keeps what it has.
+WITHOUT_KERNELS = {f"{name}, a class": cls for name, cls in recorded_classes.KINDS.items()}
+WITHOUT_KERNELS |= {f"{name}, a style": training(cls) for name, cls in style_classes.STYLES.items()}
+# NumPy's view of state is older than fuse() then (docs/hazards.md).
+VIEWS = {"KeepsAnAddress, a class": ("train_before_fuse", *UNFUSED)}
+OF_CLASSES = [
+    Kind(name, make, has_attributes=True, weight=0, spares=VIEWS.get(name, ()))
+    for name, make in WITHOUT_KERNELS.items()
+]
+# PyTorch's own, which are anyone's as subclasses.
+SUBCLASSED = {
+    "SGD": {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1, "maximize": True},
+    "AdamW": {},
+    "Adagrad": ADAGRAD,
+    "RMSprop": {"momentum": 0.9, "centered": True, "weight_decay": 0.1},
+    "Adadelta": {"weight_decay": 0.1, "maximize": True},
+    "NAdam": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"weight_decay": 0.1},
+    "Adamax": {"weight_decay": 0.1},
+    "Rprop": {},
+    "ASGD": {"t0": 5, "weight_decay": 0.01},
+    "Adafactor": {"weight_decay": 0.1},
+}
+
+
+def subclassed(name):
+    cls = type(f"Own{name}", (getattr(OPTIM, name),), {"__module__": __name__})
+    globals()[cls.__name__] = cls
+    some = tuple({**SUBCLASSED[name], "foreach": foreach} for foreach in (False, True))
+    return Kind(f"{name}, a subclass", cls, options=some, weight=0)
+
+
+def of_cxx(kind):
+    """Its class of torch::optim."""
+
+    def make(groups, **options):
+        optimizer = kind.make(groups, **options)
+        optimizer._cxx = kind.name
+        return optimizer
+
+    return replace(
+        kind,
+        name=f"{kind.name}{IN_CXX}",
+        make=make,
+        options=tuple(one for one in kind.options if not one.get("maximize")),
+        weight=0,
+        has_tensor_lr=False,
+        spares=tuple(" ".join(cxx_door.LEFT_OUT.values()).split()),
+    )
+
+
+OF_CLASSES += map(subclassed, SUBCLASSED)
+WITHOUT_KERNELS = {kind.name: kind.make for kind in OF_CLASSES}
+# Classes of which all is drawn.
+SEEDS = tuple({"seed": i} for i in range(2000))
+OF_CLASSES.append(Kind("drawn", drawn, options=SEEDS, has_attributes=True, weight=0))
+
+
 def has_no_attributes(kind):
     return not kind.has_attributes
 
@@ -135,7 +217,8 @@ def has_closure(kind):
     return kind.has_closure
 
 
-KINDS = {kind.name: kind for kind in ALL}
+OF_CXX = [of_cxx(kind) for kind in ALL if kind.name in cxx_door.OPTIONS]
+KINDS = {kind.name: kind for kind in (*ALL, *OF_CLASSES, *OF_CXX)}
 
 
 def made_by(name, params):

@@ -67,9 +67,19 @@ def is_of_a_deed(error):
     return isinstance(error, AssertionError) and "/tests/" in file
 
 
+# A read by address, under a pending update.
+NO_ADDRESS = "Cannot access data pointer of Storage that is invalid"
+
+
+def refused_in_cxx(world, error):
+    """Whether an optimizer of a C++ program refuses it: its errors are no optfuse.Error."""
+    said = any(words in str(error) for words in ("optfuse: ", NO_ADDRESS))
+    return said and any(hasattr(optimizer, "_door") for optimizer in world.optimizers)
+
+
 def raised_by(world, error):
     """How a run ends at this exception, or None where it goes on."""
-    if isinstance(error, optfuse.Error):
+    if isinstance(error, optfuse.Error) or refused_in_cxx(world, error):
         return "raised"
     if world.mode != "backward" or not world.in_backward:
         return None

@@ -31,6 +31,7 @@ class Dense:
     def __init__(self, optimizer, max_norm=None):
         self.optimizer = optimizer
         self.max_norm = max_norm  # as Forward(max_grad_norm=)
+        self.is_fused = type(optimizer) in FUSED  # other classes are their own reference
         self.updated = []
         self.known = set()  # parameters that had state
         self.swapped = []  # (tensor to write back to, what took its place, how to put it back)
@@ -63,10 +64,9 @@ class Dense:
             negated = any(p.grad.is_neg() for p in self.updated)
             foreach = False if negated else None
             torch.nn.utils.clip_grad_norm_(self.updated, self.max_norm, foreach=foreach)
-        if type(self.optimizer) in FUSED:
-            self.swapped.extend(map(made_fused, groups))
-        if not any(group.get("fused") for group in groups):
-            return  # the for-loop is right as it is
+        if not self.is_fused:
+            return
+        self.swapped.extend(map(made_fused, groups))
         self.swapped.extend(lay_out(self.optimizer))
         if isinstance(self.optimizer, torch.optim.SGD):
             self.known = set(self.optimizer.state)
@@ -75,9 +75,9 @@ class Dense:
 
     def after(self, *_):
         self.put_back()
-        for p in self.updated:
+        for p in self.updated if self.is_fused else ():
             torch.autograd.graph.increment_version(p)
-        if isinstance(self.optimizer, torch.optim.SGD):
+        if self.is_fused and isinstance(self.optimizer, torch.optim.SGD):
             state = self.optimizer.state
             for p in self.updated:
                 if p in state and p not in self.known:

@@ -24,7 +24,7 @@ class Failure:
     seed: int
     mode: str
     what: str
-    often: tuple = ()  # with which the program was generated
+    how: dict = field(default_factory=dict)  # the program was generated
     code: str = ""  # of the shrunk program
 
     def __str__(self):
@@ -39,7 +39,7 @@ class Tally:
     ended: Counter = field(default_factory=Counter)  # (mode, action, end): the run ended there
     failures: list = field(default_factory=list)
 
-    def add(self, seed, results, program, often):
+    def add(self, seed, results, program, how):
         self.programs += 1
         for mode, (end, at, name, failure) in results.items():
             self.ends[mode, end] += 1
@@ -48,7 +48,7 @@ class Tally:
             for played, _ in program.actions[:at]:
                 self.played[mode, played] += 1
             if failure:
-                self.failures.append(Failure(seed, mode, failure, often))
+                self.failures.append(Failure(seed, mode, failure, how))
 
     def share(self, mode, end):
         return self.ends[mode, end] / max(1, self.programs)
@@ -91,12 +91,12 @@ def prepare():
     gc.freeze()
 
 
-def play_chunk(seeds, often):
+def play_chunk(seeds, how):
     def play_all(write):
         for seed in seeds:
             write(seed, None)
             signal.alarm(SECONDS)
-            write(seed, results_of(generate(seed, often)))
+            write(seed, results_of(generate(seed, **how)))
         signal.alarm(0)
         gc.collect()
 
@@ -108,20 +108,20 @@ def crash(status):
     return f"it hangs for {SECONDS} s" if number == -signal.SIGALRM else f"crashed, status {number}"
 
 
-def run(first, count, say=lambda tally: None, often=()):
-    """Plays the programs of `count` seeds."""
+def run(first, count, say=lambda tally: None, **how):
+    """Plays the programs of `count` seeds; how: more arguments of generate()."""
     tally = Tally()
     seed, last = first, first + count
     while seed < last:
         seeds = range(seed, min(last, seed + CHUNK))
-        for line in play_chunk(seeds, often):
+        for line in play_chunk(seeds, how):
             if isinstance(line, list):
                 seed = line[0]
                 if line[1] is not None:
-                    tally.add(seed, line[1], generate(seed, often), often)
+                    tally.add(seed, line[1], generate(seed, **how), how)
                     seed += 1
             elif line != 0 or seed < seeds.stop:
-                tally.failures.append(Failure(seed, "any", crash(line), often))
+                tally.failures.append(Failure(seed, "any", crash(line), how))
                 seed += 1
         say(tally)
     return tally
@@ -139,7 +139,7 @@ def what_fails(program, mode):
 
 def explain(failure):
     """Shrinks the program and adds its code."""
-    program = generate(failure.seed, failure.often)
+    program = generate(failure.seed, **failure.how)
     program = shrink(program, lambda p: what_fails(p, failure.mode))
     failure.code = program.code()
     return failure

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "ahead_memory": "tests/device/test_gpu_recorded.py",
     "ahead_streams": "tests/device/test_gpu_recorded.py",
     "recorded_capture": "tests/device/test_gpu_recorded.py",
-    "recorded_launch": "tests/device/test_gpu_recorded.py",
+    "recorded_launch": "tests/device/test_gpu_programs.py",
     "recorded_order": "tests/device/test_gpu_recorded.py",
     "recorded_stream": "tests/device/test_gpu_recorded.py",
 }

@@ -4,7 +4,7 @@ world for each run, and all worlds of a program go through the same states."""
 
 import contextlib
 import os
-from collections import Counter
+from collections import Counter, deque
 
 import torch
 from common import adamw, refused, snapshot
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import optfuse
 from optfuse._options import is_fused, is_recorded
-from programs import deed
+from programs import cxx_door, deed
 from programs.models import LEAVE_OUT, MODELS, PROMISING, inputs
 from programs.optimizers import KINDS, Kind
 from programs.reference import Dense
@@ -26,6 +26,19 @@ def comparable(value):
     if torch.is_tensor(value):
         return value.detach().to_dense() if value.is_sparse else value
     return [comparable(v) for v in value] if type(value) in (list, tuple) else value
+
+
+def plain(value, places):
+    """Without tensors as keys and of classes of their own, and only what can be compared."""
+    if isinstance(value, dict):
+        return {places.get(k, str(k)): plain(v, places) for k, v in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [plain(v, places) for v in value]
+    if isinstance(value, torch.Tensor):
+        return value.detach().as_subclass(torch.Tensor)
+    if isinstance(value, int | str):
+        return value
+    return comparable(value) if isinstance(value, float) else type(value).__name__
 
 
 class World:
@@ -102,14 +115,19 @@ class World:
             return [p for p in params if p not in last]
         return {"even": params[::2], "odd": params[1::2]}.get(over, params)
 
-    def wrap(self, optimizer, **options):
-        """Fuses, with options of the mode's object."""
+    def wrap(self, optimizer, fuse=None, **options):
+        """Fuses, with options of the mode's object; fuse: those of fuse() itself."""
         if not self.specs:  # a deed that makes its own
             self.optimizers.append(optimizer)
         if self.mode == "stock":
             optimizer._step_supports_amp_scaling = False  # see reference.py
             self.references.append(Dense(optimizer, self.max_norm))
             return optimizer
+        if hasattr(optimizer, "_cxx"):
+            if self.max_norm is not None or self.ddp is not None:
+                raise optfuse.Error("C++ has no such option")
+            passes = self.passes if self.mode == "backward" else 1
+            return cxx_door.enter(optimizer, self.mode == "backward", passes, self.bucket_bytes)
         if self.mode == "forward":
             own = {"max_grad_norm": self.max_norm, "fold": self.fold}
             mode = optfuse.Forward(**{**own, **options})
@@ -119,7 +137,7 @@ class World:
             mode = optfuse.Backward(**{"accumulate": self.passes, "ddp": self.ddp, **options})
         promise = {"OPTFUSE_PRODUCTS": "force"} if PROMISING & set(self.kinds) else {}
         with self.environment(**promise):
-            return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes)
+            return optfuse.fuse(optimizer, mode, bucket_bytes=self.bucket_bytes, **(fuse or {}))
 
     def build(self, kind="mlp"):
         """The model of a deed that makes its own."""
@@ -161,7 +179,10 @@ class World:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     entry = optimizer.state.get(p, {})
-                    found += [(entry, k) for k, v in entry.items() if torch.is_tensor(v)]
+                    counter = "step" if hasattr(optimizer, "_cxx") else ""  # there it is no tensor
+                    found += [
+                        (entry, k) for k, v in entry.items() if torch.is_tensor(v) and k != counter
+                    ]
         return found
 
     def state(self, i=0):
@@ -187,10 +208,15 @@ class World:
 
     def backward(self, loss, **options):
         """Every backward pass goes through here, or below."""
+        doors = [o for o in self.optimizers if hasattr(o, "_door")]
+        for optimizer in doors:
+            optimizer.tell()
         self.in_backward = True
         self.unsettled.update(range(len(self.optimizers)))
         loss.backward(**options)
         self.in_backward = False
+        for optimizer in doors:
+            optimizer.learn()
 
     def backward_that_adds(self, loss):
         """One that updates in no mode, so that all is to be as in stock, but for
@@ -290,6 +316,8 @@ class World:
         for optimizer in self.optimizers if self.fused else ():
             if is_fused(optimizer) or is_recorded(optimizer):
                 optfuse.flush(optimizer)
+            elif hasattr(optimizer, "_door"):
+                optimizer._door.flush()
 
     def add_step_hook(self, i, hook):
         self.handles.append(self.optimizer(i).register_step_pre_hook(hook))
@@ -297,6 +325,8 @@ class World:
             reference.last()
 
     def pending(self, optimizer):
+        if hasattr(optimizer, "_door"):
+            return optimizer._door.pending()
         return optfuse.summary(optimizer).pending if self.mode == "forward" else 0
 
     def summaries(self):
@@ -306,7 +336,8 @@ class World:
 
     def created(self):
         """Updates that optfuse has made or is to make."""
-        return self.count("created")
+        doors = [o._door for o in self.optimizers if hasattr(o, "_door")]
+        return self.count("created") + sum(door.created() for door in doors)
 
     def count(self, what):
         return sum(getattr(summary, what) for summary in self.summaries())
@@ -352,9 +383,19 @@ class World:
         self.see("weights", [p.detach() for p in self.params()])
         self.see("buffers", [b for m in self.models for b in m.buffers()])
         self.see("state", [o.state_dict() for o in self.optimizers])
+        self.see("attributes", [self.attributes(o) for o in self.optimizers])
         if gradients:
             self.see("gradients", [p.grad for p in self.params()])
         self.see_held()
+
+    def attributes(self, optimizer):
+        """Those of its own."""
+        places = {p: i for i, p in enumerate(self.params())}
+        of_pytorch = ("defaults", "param_groups", "state", "step", "ids", "texts")
+        of_pytorch += ("step_parameter", "step_param", "supports_fused_back_pass")  # ours
+        found = {k: v for k, v in vars(optimizer).items() if k[0] != "_" and k not in of_pytorch}
+        found["log"] = getattr(optimizer, "log", [])
+        return {name: plain(value, places) for name, value in found.items()}
 
     def see_held(self):
         for what, value in self.held:

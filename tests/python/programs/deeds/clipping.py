@@ -212,9 +212,13 @@ def iterations_with_max_grad_norm(world, looks):
             world.see("gradients", gradients(world))
 
 
-@deed(**MAX_NORM, kinds=lambda kind: has_closure(kind) and has_no_attributes(kind))
-def max_grad_norm_with_a_closure_and_in_copies(world):
+@deed(**MAX_NORM, kinds=has_closure)
+def max_grad_norm_with_a_closure(world):
     step_with_closure(world, 0, 0, 3)
+
+
+@deed(**MAX_NORM, kinds=has_no_attributes)
+def max_grad_norm_in_copies(world):
     go_on_with_deepcopies(world)
     step_with_closure(world, 0, 0, 4)
 

@@ -25,6 +25,15 @@ def of_bits(guard):
     return register
 
 
+@deed(kinds=("drawn",), weight=20)
+def change_its_numbers(world):
+    """Others than its options."""
+    for optimizer in world.optimizers:
+        optimizer.options["scale"] *= 0.9
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
 of_bits("recorded_settings")(KINDS["Settings"])
 of_bits("recorded_show")(KINDS["KeepsAnAddress"])
 of_bits("ahead_owners")(KINDS["Coupled"])

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import optfuse
 from programs.deed import BATCH, BOOL, EITHER, EQUAL, INDEX, STEP, consumed, deed, raises
-from programs.models import DRAWN, SIXTEEN_BITS
-from programs.optimizers import EVERY, REGISTERED, has_closure
+from programs.models import DRAWN, OF_SHAPES, SIXTEEN_BITS
+from programs.optimizers import EVERY, REGISTERED, WITHOUT_KERNELS, has_closure
 
 
 @deed(weight=30, every=EVERY, model=INDEX, batch=BATCH, set_to_none=(True, True, False))
@@ -23,6 +23,21 @@ OF_ANY_KIND = tuple(name for name in DRAWN if name not in SIXTEEN_BITS)
 def iteration_of_a_model(world):
     """Parameters in unusual places."""
     world.train()
+
+
+@deed(
+    weight=0,
+    models=("marked", *OF_SHAPES),
+    kinds=tuple(WITHOUT_KERNELS),
+    setup={"groups": 2},
+    every=True,
+    stock=EITHER,  # NumPy has no bfloat16
+    backward=EITHER,
+)
+def iteration_by_a_class(world):
+    """In each dtype."""
+    world.train()
+    world.look(gradients=False)
 
 
 @deed(weight=4, batch=BATCH, set_to_none=BOOL)
