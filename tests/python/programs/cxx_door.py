@@ -34,7 +34,7 @@ LEFT_OUT = {
     "calls of optfuse, of an optimizer of Python": (
         "flush unfuse_and_fuse_again train_one_round_unfused unfuse_before_step "
         "train_with_an_average change_where_tensors_lie replay_a_graph iteration_in_another_order "
-        "clip_by_optfuse clipped_by_optfuse clipped_before_more_is_added zero_an_older_gradient "
+        "clip_an_odd_gradient clip_by_optfuse clipped_by_optfuse clipped_before_more_is_added zero_an_older_gradient "
         "evict_the_hooks_of_gradients groups_changed_inside_backward accumulate_with_marks "
         "backward_that_only_adds backward_that_adds_for_one exception_in_a_pass_that_adds "
     ),
@@ -42,13 +42,15 @@ LEFT_OUT = {
         "copy_before_step go_on_with_deepcopies resume_from_memory train_beside_a_copy "
         "hook_before_step hook_before_step_on_gradients hook_on_gradients_of_a_loaded_optimizer "
         "step_with_a_hook_that_changes scheduler_from_before_fuse step_of_an_instance_is_wrapped "
-        "step_by_a_compiled_function replace_the_optimizer load_its_earlier_state"
+        "hooks_of_every_kind hooks_from_before_fuse hook_that_makes_the_state "
+        "hook_that_makes_state_when_others_have_some another_optimizer_of_its_class "
+        "state_of_what_is_no_parameter step_by_a_compiled_function replace_the_optimizer load_its_earlier_state"
     ),
     "memory that leaves past operators, before which C++ calls flush()": (
         "give_memory_away give_gradients_away_and_clip gradient_leaves gradient_leaves_before_step"
     ),
     "maximize, scales, DTensors and tensors that exchange their insides": (
-        "toggle_maximize toggle_amsgrad_or_nesterov scaled scaled_and_folded "
+        "change_every_option toggle_maximize toggle_amsgrad_or_nesterov scaled scaled_and_folded "
         "scaled_in_another_dtype "
         "step_with_a_late_scale step_with_scale swap_tensors swap_tensors_before_step "
         "apply_under_swap_mode dtensor_leaves dtensor_leaves_before_step "
@@ -142,21 +144,22 @@ class State(MutableMapping, dict):
     def __init__(self, door, names):
         super().__init__()
         self.door, self.names = door, names
-        self.order, self.counters, self.notes = {}, {}, {}
+        self.order, self.counters, self.known, self.notes = {}, {}, {}, {}
 
     def counter(self, p, step):
         """A tensor, as Python has it; a script may write to it."""
+        self.known.setdefault(p, step)
         return self.counters.setdefault(p, torch.tensor(float(step)))
 
     def tell(self, p):
-        step = self.door.counter(p)
-        if step >= 0 and p in self.counters and int(self.counters[p]) != step:
+        if p in self.counters and int(self.counters[p]) != self.known[p]:
             self.door.set_state(p, self.door.tensors(p), int(self.counters[p]))
 
     def learn(self, p):
         step = self.door.counter(p)
         if step >= 0:
             self.counter(p, step).fill_(step)
+            self.known[p] = step
 
     def __getitem__(self, p):
         return Entry(self, p)
@@ -164,7 +167,7 @@ class State(MutableMapping, dict):
     def __setitem__(self, p, items):
         self.counters.pop(p, None)
         if isinstance(items.get("step"), torch.Tensor):
-            self.counters[p] = items["step"]
+            self.counters[p], self.known[p] = items["step"], int(items["step"])
         Entry(self, p).put(items)
         self.order.setdefault(p)
 
