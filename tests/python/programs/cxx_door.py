@@ -34,7 +34,8 @@ LEFT_OUT = {
     "calls of optfuse, of an optimizer of Python": (
         "flush unfuse_and_fuse_again train_one_round_unfused unfuse_before_step "
         "train_with_an_average change_where_tensors_lie replay_a_graph iteration_in_another_order "
-        "clip_an_odd_gradient clip_by_optfuse clipped_by_optfuse clipped_before_more_is_added zero_an_older_gradient "
+        "clip_an_odd_gradient clip_by_optfuse clipped_by_optfuse clipped_before_more_is_added "
+        "zero_an_older_gradient "
         "evict_the_hooks_of_gradients groups_changed_inside_backward accumulate_with_marks "
         "backward_that_only_adds backward_that_adds_for_one exception_in_a_pass_that_adds "
     ),
@@ -44,7 +45,8 @@ LEFT_OUT = {
         "step_with_a_hook_that_changes scheduler_from_before_fuse step_of_an_instance_is_wrapped "
         "hooks_of_every_kind hooks_from_before_fuse hook_that_makes_the_state "
         "hook_that_makes_state_when_others_have_some another_optimizer_of_its_class "
-        "state_of_what_is_no_parameter step_by_a_compiled_function replace_the_optimizer load_its_earlier_state"
+        "state_of_what_is_no_parameter step_by_a_compiled_function replace_the_optimizer "
+        "load_its_earlier_state"
     ),
     "memory that leaves past operators, before which C++ calls flush()": (
         "give_memory_away give_gradients_away_and_clip gradient_leaves gradient_leaves_before_step"

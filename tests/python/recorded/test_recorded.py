@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from recorded_classes import KINDS, Base
@@ -168,3 +169,25 @@ def test_fuse_takes_a_millisecond_and_a_look_at_the_parameters():
         optfuse.fuse(optimizer)
         times.append(time.perf_counter() - begin)
     assert min(times) < 1e-3, min(times)
+
+
+class ScalesAnArray(Base):
+    def one(self, p, group, state):
+        p.sub_(p.grad, alpha=group["lr"])
+        self.arrays[p] *= np.float32(0.5)
+
+
+@pytest.mark.parametrize("is_eager", (True, False))
+def test_an_array_of_a_parameter_from_before_fuse_needs_eager(is_eager):
+    def trained(is_fused):
+        p = nn.Parameter(torch.ones(40))
+        optimizer = ScalesAnArray([p])
+        optimizer.arrays = {p: p.detach().numpy()}
+        if is_fused:
+            optfuse.fuse(optimizer, eager=[p] if is_eager else ())
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        return p.detach()
+
+    assert torch.equal(trained(True), trained(False)) == is_eager
