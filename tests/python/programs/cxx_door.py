@@ -43,16 +43,23 @@ LEFT_OUT = {
         "copy_before_step go_on_with_deepcopies resume_from_memory train_beside_a_copy "
         "hook_before_step hook_before_step_on_gradients hook_on_gradients_of_a_loaded_optimizer "
         "step_with_a_hook_that_changes scheduler_from_before_fuse step_of_an_instance_is_wrapped "
-        "hooks_of_every_kind hooks_from_before_fuse hook_that_makes_the_state "
+        "train_under_a_profiler profiler_that_a_closure_starts clip_under_a_profiler "
+        "profiler_that_is_switched_on_again hook_that_a_closure_adds group_that_a_closure_adds "
+        "group_that_can_not_be_added gradient_whose_end_changes_the_optimizer "
+        "entries_under_other_keys hooks_of_every_kind hooks_from_before_fuse "
+        "hook_that_makes_the_state "
         "hook_that_makes_state_when_others_have_some another_optimizer_of_its_class "
         "state_of_what_is_no_parameter step_by_a_compiled_function replace_the_optimizer "
         "load_its_earlier_state"
     ),
     "memory that leaves past operators, before which C++ calls flush()": (
-        "give_memory_away give_gradients_away_and_clip gradient_leaves gradient_leaves_before_step"
+        "give_memory_away give_gradients_away_and_clip gradient_leaves gradient_leaves_before_step "
+        "iteration_under_a_profiler"
     ),
     "maximize, scales, DTensors and tensors that exchange their insides": (
-        "change_every_option toggle_maximize toggle_amsgrad_or_nesterov scaled scaled_and_folded "
+        "scale_before_backward scale_before_step overwrite_an_alias_of_a_dtensor "
+        "overwrite_an_alias_of_a_dtensor_before_step change_every_option toggle_maximize "
+        "toggle_amsgrad_or_nesterov scaled scaled_and_folded "
         "scaled_in_another_dtype "
         "step_with_a_late_scale step_with_scale swap_tensors swap_tensors_before_step "
         "apply_under_swap_mode dtensor_leaves dtensor_leaves_before_step "
@@ -177,6 +184,13 @@ class State(MutableMapping, dict):
         self.door.drop_state(p)
         self.counters.pop(p, None)
         self.order.pop(p, None)
+
+    def pop(self, p, *default):
+        """A copy, since an Entry shows what is there."""
+        kept = self[p].now()
+        if p in self:
+            del self[p]
+        return kept or default[0]
 
     def __iter__(self):
         return iter([p for p in self.order if p in self])
