@@ -161,7 +161,6 @@ def _fuse_recorded(
     """None of the class's code runs."""
     _process.start()
     if isinstance(mode, Backward) or options.delays:
-        check_step(optimizer)  # in forward mode it is called as it is
         check_params(optimizer.param_groups)
     if mode.ddp is not None:
         options = replace(options, reduction=reduction_of(mode.ddp, _reduction_kind(mode)))
