@@ -69,6 +69,14 @@ LEFT_OUT = {
 }
 
 
+# Not in random programs: `data =` of a tensor of state, here an alias, exchanges only the alias's.
+BY_DATA = ("write", "write_before_step")
+
+
+def left_out():
+    return " ".join(LEFT_OUT.values()).split()
+
+
 def library_of(library):
     """The door's, of the same build."""
     return library.parents[1] / "tests" / "cxx" / "libcxx_door.so"

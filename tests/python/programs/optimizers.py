@@ -198,7 +198,7 @@ def of_cxx(kind):
         options=tuple(one for one in kind.options if not one.get("maximize")),
         weight=0,
         has_tensor_lr=False,
-        spares=tuple(" ".join(cxx_door.LEFT_OUT.values()).split()),
+        spares=(*cxx_door.left_out(), *cxx_door.BY_DATA),
     )
 
 

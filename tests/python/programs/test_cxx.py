@@ -25,7 +25,7 @@ DEEDS_OF_CXX = [
     name
     for name, deed in DEEDS.items()
     if deed.where != ALONE and not deed.make and SETUPS.issuperset(deed.setup)
-    and any(map(deed.takes, OF_CXX)) and name not in OF_CXX[0].spares
+    and any(map(deed.takes, OF_CXX)) and name not in cxx_door.left_out()
 ]  # fmt: skip
 #: Guards without which a deed sees other bits through this door, too.
 NEEDED = (
