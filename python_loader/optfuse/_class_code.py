@@ -66,6 +66,7 @@ class Own:
         methods: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self.stock = stock
+        self.has_run = False  # its step(), of one parameter
         self._methods = methods
 
     def method(self, name: str) -> Callable[..., Any] | None:

@@ -25,7 +25,9 @@ def register(
         it is derived, are registered for themselves.
     per_parameter: your guarantee that step() treats each parameter by itself: where only one has a
         gradient, it does to that one what it would do if others had theirs, too, and changes
-        nothing but that one and its state, optimizer.state[param]. False takes it back.
+        nothing but that one and its state, optimizer.state[param]. With Backward(final=True) the
+        groups have no other parameter meanwhile, so it may not ask for a place in them, as
+        bitsandbytes does for its overrides. False takes it back.
     random: "counter": step() draws random numbers, as classes do that round stochastically, and
         randint(), randint_like(), rand() and rand_like() are answered by a counter, whatever
         generator they name: by the words of optfuse.random_bits(seed, step, parameter, stream,

@@ -69,6 +69,7 @@ class Step:
         self.is_fused = True
         self.given: list[str] = []  # of _OF_TRAINERS, to the optimizer
         self.alone = threading.RLock()  # in one step() at a time
+        self._own = Own(type(optimizer), {} if self.before is None else {_STEP: self.before})
 
         def function(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -112,7 +113,7 @@ class Step:
             )
         if p.grad is not None:
             with self.alone:
-                step_alone(optimizer, self._own(optimizer), p, number, place)
+                step_alone(optimizer, self._own, p, number, place)
 
     def _step_by_parameters(self, closure: Callable[[], Any] | None = None) -> Any:
         """step() of a class whose draws a counter answers."""
@@ -123,12 +124,8 @@ class Step:
                 loss = closure()
         self._clip()
         with self.alone:
-            _each_parameter(optimizer, self._own(optimizer))
+            _each_parameter(optimizer, self._own)
         return loss
-
-    def _own(self, optimizer: Optimizer) -> Own:
-        patched = {} if self.before is None else {_STEP: self.before}
-        return Own(type(optimizer), patched)
 
     def step_param(self, p: Tensor, group: dict[str, Any]) -> None:
         self.step_parameter(p, group)

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 
+from optfuse._library.bindings import lib_with_gil
+from optfuse._updaters.one_parameter import step_alone
 from optfuse._updaters.slots import Slots
 from optfuse._updaters.updater import OfPlan, Updater
 
@@ -17,6 +20,7 @@ class Alone(Updater):
     def __init__(self, of_plan: OfPlan) -> None:
         super().__init__(of_plan)
         self._updates = 0
+        self._hidden: Slots | None = None  # whose gradients step() finds to be None
 
     def explained(self, label: Callable[[int], str]) -> str:
         return f"own step(), on one parameter at a time: {self.described()}"
@@ -34,5 +38,15 @@ class Alone(Updater):
         return in_backward
 
     def step_one(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
-        super().step_one(optimizer, slots, slot)
-        self._updates += 1
+        if slots is not self._hidden:
+            lib_with_gil.of_shim_hide_gradients(self._plan, slots.params)
+            self._hidden = slots
+        param = slots.params[slot]
+
+        def run(step: Any) -> None:
+            lib_with_gil.of_shim_step_alone(self._plan, step, (optimizer,), param)
+
+        place = slots.group_of[slot], slots.place_of[slot]
+        if param.grad is not None:
+            step_alone(optimizer, self._own, param, *place, run)
+            self._updates += 1

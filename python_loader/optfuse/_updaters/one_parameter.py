@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from optfuse._arguments.check import parameters_of
+from optfuse._backward.consumed_gradients import aside
 from optfuse._class_code import Own, without_hooks
 from optfuse._late import Settings, no_parameters
 from optfuse._library.bindings import Error, guard
-from optfuse._registered import has_counted_draws
+from optfuse._registered import has_counted_draws, is_registered
 from optfuse._updaters.counted import counted
 
 _COUPLED = (
@@ -23,11 +25,20 @@ _COUPLED = (
 )
 
 
-def step_alone(optimizer: Optimizer, own: Own, param: Tensor, group: int, place: int) -> None:
+def step_alone(
+    optimizer: Optimizer,
+    own: Own,
+    param: Tensor,
+    group: int,
+    place: int,
+    run: Callable[[Any], Any] | None = None,
+) -> None:
     """group, place: of the parameter in the groups. If the class has a step_parameter(), that is
-    called, else step(): the groups have no other parameter meanwhile, so that nobody goes through
-    all of them each time. Raises optfuse.Error, when that is done, if step() has changed anything
-    of the optimizer but this parameter's state."""
+    called, else step(), which finds no other gradient. run: calls step(optimizer) so; None: the
+    others are put aside. Of a registered class the groups have no other parameter meanwhile, so
+    that nobody goes through all of them each time. Raises optfuse.Error, when that is done, if
+    step() has changed anything of the optimizer but this parameter's state, unless it was its
+    first."""
     if (one := own.method("step_parameter")) is not None:
         with own.seen(optimizer), draws_of(optimizer, own, param, group, place):
             one(optimizer, param, optimizer.param_groups[group], place)
@@ -36,13 +47,21 @@ def step_alone(optimizer: Optimizer, own: Own, param: Tensor, group: int, place:
     before = Settings(optimizer, keys=no_parameters(state))
     n_others = len(state) - (param in state)
     step: Any = own.method("step")
-    draws = draws_of(optimizer, own, param, group, place)  # before the groups are narrowed
-    with own.seen(optimizer), without_hooks(optimizer), _narrowed(optimizer, param, group), draws:
-        step(optimizer)
+    draws = draws_of(optimizer, own, param, group, place)
+    with own.seen(optimizer), without_hooks(optimizer), draws:
+        if is_registered(own.stock):
+            with _narrowed(optimizer, param, group):
+                step(optimizer)
+        elif run is not None:
+            run(step)
+        else:
+            with aside([p for p in parameters_of(optimizer) if p is not param], others=True):
+                step(optimizer)
     changed = before.changed(optimizer)
     if changed is None and len(state) - (param in state) != n_others:
         changed = "the state of another parameter"
-    if changed is not None and guard("coupled"):
+    is_first, own.has_run = not own.has_run, True
+    if changed is not None and not is_first and guard("coupled"):
         raise Error(_COUPLED.format(own.stock.__name__, changed))
 
 
