@@ -170,7 +170,7 @@ static of_status check_ready(const of_pass *pass, size_t slot) {
 
 static of_status check_begin(const of_plan *plan, of_token token) {
     if (plan->mode == OF_FORWARD)
-        return of_fail(OF_INVALID, "of_pass_begin() is not for forward mode");
+        return of_fail(OF_INVALID, "of_pass_begin() is for backward and final mode");
     if (token == OF_NO_TOKEN)
         return of_fail(OF_INVALID, "a gradient was completed outside of every backward pass");
     return OF_OK;

@@ -78,7 +78,7 @@ TEST(bad_hosts_rules_and_options_are_refused) {
     CREATED(table.product = &small_product, "the host's of_product_host has");
     CREATED(rule = "sgd", NULL);
     CREATED(options.struct_size = 8, "of_plan_options has 8 bytes");
-    CREATED(options.mode = (of_mode)2, "unknown mode, reference or ISA");
+    CREATED(options.mode = (of_mode)(OF_FINAL + 1), "unknown mode, reference or ISA");
     CREATED(options.isa = OF_ISA_COUNT, "unknown mode, reference or ISA");
     CREATED(options.reference = OF_REF_COUNT, "unknown mode, reference or ISA");
     fake_host_free(host);
