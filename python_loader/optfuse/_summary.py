@@ -16,9 +16,15 @@ from torch.optim import Optimizer
 from optfuse._arguments.check import FUSED, checked
 from optfuse._clipping.one_call import NOT_TRIED, TORCHS, norms_are
 from optfuse._gpu import is_gpu
-from optfuse._library.bindings import DTYPES, Counts, PromiseCounts, check, lib
+from optfuse._library.bindings import DTYPES, FINAL, Counts, PromiseCounts, check, lib
 from optfuse._link import Link, link_of
 from optfuse._options import RECORDED, is_fused, is_recorded
+
+_FINAL = (
+    "Backward(final=True): each update is final when its gradient is complete. What is changed "
+    "behind backward() counts from the next pass on, no gradient is left to clip or scale, and "
+    "zero_grad() takes nothing back"
+)
 
 
 @dataclass(frozen=True)
@@ -236,6 +242,8 @@ def explain(optimizer: Optimizer) -> str:
         return f"{name}: not fused, OPTFUSE_DISABLE is set"
     link = link_of(optimizer)
     lines = [f"{name}: {link.updater.explained(link.label)}"]
+    if link.mode == FINAL:
+        lines.append(_FINAL)
     for layer in _promised(link.plan):
         because = f", {layer.because}" if layer.because else ""
         lines.append(

@@ -107,12 +107,10 @@ void update(const Call &call, size_t i, bool mixed) {
         s.correction1 = correction(corrected, call.beta1, step);
         s.correction2 = square_root(corrected, correction(corrected, call.beta2, step));
     }
-    of_span span = {data_to(call.params[i]),
-                    data_of(call.grads[i]),
-                    {},
-                    static_cast<size_t>(call.params[i].numel()),
-                    0,
-                    nullptr, nullptr, false};
+    of_span span = {};
+    span.param = data_to(call.params[i]);
+    span.grad = data_of(call.grads[i]);
+    span.n = static_cast<size_t>(call.params[i].numel());
     for (size_t j = 0; j < call.state.size(); j++)
         span.state[j] = call.state[j].empty() ? nullptr : data_to(call.state[j][i]);
     span.tail = tail_of(span, dtype, mixed ? OF_BFLOAT16 : dtype);
