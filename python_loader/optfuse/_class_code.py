@@ -78,15 +78,24 @@ class Own:
 
     @contextlib.contextmanager
     def seen(self, optimizer: Optimizer) -> Iterator[None]:
-        """Its code sees it as it is by itself."""
-        fused, own = optimizer.__class__, optimizer.__dict__
-        before = {name: own[name] for name in self._methods if name in own}
+        """Its code sees it as it is by itself, and its wrapper, if it has methods of that."""
+        fused = optimizer.__class__
+        wrappers = {id(its): its for m in self._methods.values() if (its := _owner(m)) is not None}
+        holders = [one.__dict__ for one in {id(optimizer): optimizer, **wrappers}.values()]
+        before = [{k: own[k] for k in self._methods if k in own} for own in holders]
         optimizer.__class__ = self.stock
-        own.update(self._methods)
+        for own in holders if self._methods else ():
+            own.update(self._methods)
         try:
             yield
         finally:
-            for name in self._methods:
-                own.pop(name, None)
-            own.update(before)
+            for own, its in zip(holders, before, strict=True):
+                for name in self._methods:
+                    own.pop(name, None)
+                own.update(its)
             optimizer.__class__ = fused
+
+
+def _owner(method: Any) -> Any:
+    """The object that it is bound to."""
+    return getattr(method, "__self__", None)

@@ -10,13 +10,16 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 
-from optfuse._options import LINK
+from optfuse._class_code import patched
+from optfuse._options import LINK, RECORDED
 
 P = ParamSpec("P")
 T = TypeVar("T")
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+_OF_HOOKS = ("step_parameter", "step_param")
+_MOVED = "_optfuse_moved"  # an attribute of a wrapper whose methods are in its optimizer now
 #: The attribute that holds the optimizer.
 _INNER = {
     "AcceleratedOptimizer": "optimizer",
@@ -57,13 +60,42 @@ def _adapt(wrapper: Any) -> None:
         wrapper.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__})
 
 
+def _move_methods(source: Any, target: Any) -> None:
+    """Methods that trainers have put into a wrapper are those of the optimizer inside, while that
+    is fused: then the wrapper calls those that it has."""
+    wrapper, inner = (source, target) if _inner(source) is not None else (target, source)
+    is_fused = LINK in inner.__dict__ or RECORDED in inner.__dict__
+    if source is wrapper and is_fused:  # about to be unfused
+        for name in _OF_HOOKS:
+            wrapper.__dict__.pop(name, None)
+    elif source is wrapper:
+        for name, method in patched(wrapper).items():
+            del wrapper.__dict__[name]
+            inner.__dict__[name] = method
+            wrapper.__dict__[_MOVED] = True
+    elif is_fused:
+        for name in _OF_HOOKS:
+            wrapper.__dict__[name] = getattr(inner, name)
+    elif not is_fused and wrapper.__dict__.pop(_MOVED, False):
+        for name, method in patched(inner).items():
+            del inner.__dict__[name]
+            wrapper.__dict__[name] = method
+
+
 def returns_the_wrapper(function: Callable[P, T]) -> Callable[P, T]:
     """Around a function that gets the optimizer inside, changes its class and returns it."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        made: Any = function(*args, **kwargs)
         given: Any = args[0] if args else kwargs["optimizer"]
+        inner = unwrapped(given) if isinstance(given, Optimizer) else given
+        if inner is not given:
+            _move_methods(given, inner)
+        try:
+            made: Any = function(*args, **kwargs)
+        finally:
+            if inner is not given:
+                _move_methods(inner, given)
         if given is not made:
             _adapt(given)
         return given  # type: ignore[no-any-return]

@@ -100,3 +100,71 @@ def test_a_class_that_has_it_is_called_by_it():
     before, p.grad = p.detach().clone(), torch.ones_like(p)
     opt.step_parameter(p, opt.param_groups[0], 0)
     assert torch.equal(before - 1, p)
+
+
+def by_groups(model, wrap):
+    """kohya's "fused optimizer groups": an optimizer for some parameters each, which steps at the
+    last of their gradients."""
+    params = list(model.parameters())
+    owners, left = {}, {}
+    for some in (params[:1], params[1:]):
+        opt = wrap(torch.optim.AdamW(some, lr=1e-2, fused=True))
+        owners.update(dict.fromkeys(some, opt))
+        left[opt] = len(some)
+
+    def hook(p):
+        opt = owners[p]
+        left[opt] -= 1
+        if left[opt] == 0:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+            left[opt] = sum(owner is opt for owner in owners.values())
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(hook)
+    for turn in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(turn))
+        model(x).square().mean().backward()
+    return params
+
+
+def test_optimizers_that_step_when_all_their_hooks_were_called():
+    model, other = net(torch.float32), net(torch.float32)
+    stock = by_groups(other, lambda opt: opt)
+    assert all(map(torch.equal, by_groups(model, optfuse.fuse), stock))
+
+
+def accumulated(model, opt, scaled):
+    """OneTrainer's hook: on update steps alone, behind unscaling and clipping one tensor."""
+    updates = [False]
+
+    def hook(p, group, i):
+        if not updates[0]:
+            return
+        if scaled:
+            p.grad.div_(256.0)
+        nn.utils.clip_grad_norm_(p, 0.01)
+        opt.step_parameter(p, group, i)
+        p.grad = None
+
+    for group in opt.param_groups:
+        for i, p in enumerate(group["params"]):
+            p.register_post_accumulate_grad_hook(lambda p, g=group, i=i: hook(p, g, i))
+    for turn in range(6):
+        updates[0] = turn % 2 == 1
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(turn))
+        loss = model(x).square().mean()
+        (loss * 256.0 if scaled else loss).backward()
+        if updates[0]:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "factored"])
+def test_accumulation_with_a_clip_of_each_tensor(kind, scaled):
+    model, other = net(torch.float32), net(torch.float32)
+    expected = accumulated(other, eager(OPTIMIZERS[kind], other.parameters()), scaled)
+    opt = optfuse.fuse(OPTIMIZERS[kind](model.parameters()))
+    assert all(map(torch.equal, accumulated(model, opt, scaled), expected))

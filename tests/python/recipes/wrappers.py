@@ -97,6 +97,48 @@ def accelerate():
     check(stock, result(*fused), "backward mode")
     fails(lambda: optfuse.fuse(fused[1]), "already fused")
     fails(lambda: train(lambda wrapper: optfuse.fuse(wrapper, mode="backward"), True), "scal")
+    patched_wrapper()
+
+
+def sign_of_gradient(self, p, group, i):
+    p.data.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+def patched_wrapper():
+    """Trainers put methods into Accelerate's wrapper, and call them in hooks."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    Accelerator(cpu=True)
+
+    def train(wrap, hooked):
+        model = net()
+        wrapper = AcceleratedOptimizer(adamw(model))
+        wrapper.step_parameter = sign_of_gradient.__get__(wrapper)
+        wrapper.step = lambda: None
+        assert wrap(wrapper) is wrapper
+        group = wrapper.param_groups[0]
+
+        def hook(p):
+            wrapper.step_parameter(p, group, 0)
+            p.grad = None
+
+        for p in model.parameters() if hooked else ():
+            p.register_post_accumulate_grad_hook(hook)
+        for i in range(STEPS):
+            cross_entropy(model(batch(i)[0]), batch(i)[1]).backward()
+        return model, wrapper
+
+    stock = result(*train(lambda wrapper: wrapper, True))
+    for mode in ("forward", "backward", optfuse.Backward(final=True)):
+        model, wrapper = train(lambda wrapper, mode=mode: optfuse.fuse(wrapper, mode), True)
+        check(stock, result(model, wrapper), f"hooks, {mode}")
+        optfuse.unfuse(wrapper)
+        assert wrapper.step_parameter.__self__ is wrapper and "step" in vars(wrapper)
+        assert "step_parameter" not in vars(wrapper.optimizer)
+    final = optfuse.Backward(final=True)
+    fused = train(lambda wrapper: optfuse.fuse(wrapper, final), False)
+    check(stock, result(*fused), "in the place of the hooks")
 
 
 def lightning():
