@@ -47,6 +47,8 @@ PROMISING = [
     if deed in AT_NODES or ("mlp" in deed.models and deed.proves)
     if deed.where != ALONE and deed.takes(OF_NAME[KINDS[0]]) and not (deed.make or deed.setup)
 ]
+#: While a profiler notes addresses gradients are computed.
+NOTING = ("profiler_that_is_switched_on_again", "train_under_an_execution_trace")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -54,7 +56,7 @@ PROMISING = [
 def test_deeds(name, mode, promised):
     found = failures(name, mode, KINDS if DEEDS[name] in AT_NODES else KINDS[:1])
     assert not found, f"{len(found)} cases fail, such as\n" + "\n".join(found[:3])
-    assert promised["panels"] > 0, "no gradient was a promise until its update"
+    assert promised["panels"] > 0 or name in NOTING, "no gradient was a promise until its update"
 
 
 OF_ANY = [name for name in PROMISING if DEEDS[name].weight and DEEDS[name].models == ("mlp",)]
