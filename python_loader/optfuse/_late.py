@@ -32,6 +32,7 @@ _NOT_OWN = frozenset(
         *("param_groups", "state", "step", LINK, "_step_supports_amp_scaling", *_HOOKS),
         *("_warned_capturable_if_run_uncaptured", "_opt_called", "_step_count"),
         "_need_device_dtype_check_for_fused",
+        *("grad_scale", "found_inf"),  # which begin() of an updater sees
     )
 )
 _NOT_OPTIONS = ("params", "param_names")

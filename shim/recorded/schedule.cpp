@@ -2,6 +2,7 @@
 #include "recorded/schedule.h"
 
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/device.h"
 #include "base/error.h"
 #include "gpu/programs.h"
 #include "guard.h"
@@ -47,9 +49,38 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
     to.copy_(made);
 }
 
+// The versions of what a line writes were raised when it was recorded. PyTorch's kernels for lists on
+// GPUs raise them once more.
+class KeptVersions : Pinned {
+  public:
+    KeptVersions(const Line &line, const std::vector<c10::IValue> &values) {
+        if (line.op.operator_name().name.rfind("aten::_foreach_", 0) != 0)
+            return;
+        for (size_t i = 0; i < line.known->n; i++)
+            if (line.known->writes[i])
+                each_tensor(values[line.first + i], [this](const at::Tensor &tensor) {
+                    if (is_gpu(tensor.device()) && !tensor.is_inference())
+                        kept.emplace_back(tensor, tensor._version());
+                    return true;
+                });
+    }
+    ~KeptVersions() {
+        for (const auto &[tensor, version] : kept) {
+            c10::VariableVersion counter = torch::autograd::impl::version_counter(tensor);
+            counter.set_version(version);
+        }
+    }
+
+  private:
+    std::vector<std::pair<at::Tensor, int64_t>> kept;
+};
+
 void run_operator(const Line &line, const std::vector<c10::IValue> &values) {
     torch::jit::Stack stack = arguments_of(line, values);
-    line.op.callBoxed(stack);
+    {
+        const KeptVersions as_recorded(line, values);
+        line.op.callBoxed(stack);
+    }
     for (uint32_t i = line.results, j = 0; i < line.end; i++, j++) {
         if (values[i].isTensor()) {
             give_memory(values[i].toTensor(), std::move(stack[j]).toTensor());

@@ -38,9 +38,9 @@ INSIDE_FUNCTIONS: dict[tuple[str, str], str] = {
 
 #: From the bottom to the top. None reaches one that comes later, by whatever way.
 ROOMS = (
+    "optfuse._class_code",
     "optfuse._options",
     "optfuse._rules",
-    "optfuse._class_code",
     "optfuse._late",
     "optfuse._trials.rule_choice",
     "optfuse._link",

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import os
 import warnings
 import weakref
 
@@ -233,3 +234,30 @@ def test_unfuse_and_copies():
     optfuse.unfuse(opt)
     backward(model)
     assert all(p.grad is not None for p in model.parameters())
+
+
+def check_coupled():
+    with pytest.raises(optfuse.Error, match="Coupled"):
+        model = net()
+        optfuse.fuse(Coupled(model.parameters(), lr=0.1), FINAL)
+        backward(model)
+
+
+def check_clip():
+    with pytest.raises(optfuse.Error, match="nothing to clip"):
+        model = net()
+        optfuse.fuse(adamw(model.parameters()), FINAL)
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("guard", "check"), [("coupled", check_coupled), ("final_clip", check_clip)]
+)
+def test_a_guard_that_is_off_is_missed(guard, check, monkeypatch):
+    if "guards" not in os.environ.get("OPTFUSE_LIBRARY", ""):
+        pytest.skip("OPTFUSE_LIBRARY has no switchable guards; tests/run sets it")
+    check()
+    monkeypatch.setenv("OPTFUSE_TEST_GUARDS_OFF", guard)
+    with pytest.raises(pytest.fail.Exception):
+        check()

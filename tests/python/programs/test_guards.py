@@ -54,6 +54,8 @@ def test_the_release_build_has_no_switch():
 
 # Guards that only a GPU's parameters meet have their control there.
 ELSEWHERE = {
+    "coupled": "tests/python/final/test_final.py",
+    "final_clip": "tests/python/final/test_final.py",
     "streams": "tests/plugin/test_guards.c",
     "capture": "tests/plugin/test_guards.c",
     "tried": "tests/device/test_gpu_rules.py",

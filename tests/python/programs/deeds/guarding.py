@@ -25,7 +25,6 @@ from programs.deed import (
     BEFORE_STEP,
     DIFFERS,
     EITHER,
-    LAUNCHES,
     LEFT,
     deed,
     raises,
@@ -38,7 +37,7 @@ def through_address(t):
     return ctypes.string_at(t.data_ptr(), t.numel() * t.element_size())
 
 
-@deed(weight=1, fault=[("seal", "raw"), ("raw", "seal")], forward=LAUNCHES)
+@deed(weight=1, fault=[("seal", "raw"), ("raw", "seal")])
 def read_raw_memory(world):
     """Past every hook, where it raises while an update is pending."""
     try:

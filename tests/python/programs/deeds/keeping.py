@@ -151,7 +151,8 @@ def train_beside_a_copy(world, how):
     world.optimizer().zero_grad()
     (model,), (optimizer,) = how((world.models, world.optimizers))
     world.see("class", type(optimizer).__name__)
-    world.see("attributes", sorted(k for k in set(vars(optimizer)) - {"step"} if k[0] != "_"))
+    given = {"step", "step_parameter", "step_param", "supports_fused_back_pass"}
+    world.see("attributes", sorted(k for k in set(vars(optimizer)) - given if k[0] != "_"))
     world.train()
     train_apart(world, model, optimizer)
 
