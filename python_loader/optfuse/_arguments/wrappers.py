@@ -87,7 +87,7 @@ def returns_the_wrapper(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        given: Any = args[0] if args else kwargs["optimizer"]
+        given: Any = args[0] if args else kwargs.get("optimizer")
         inner = unwrapped(given) if isinstance(given, Optimizer) else given
         if inner is not given:
             _move_methods(given, inner)
