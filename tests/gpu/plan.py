@@ -40,7 +40,7 @@ ALWAYS = {
     "key": EACH + "read]",
     "raw": EACH + "read_the_whole]",
     "privacy": EACH + "hold]",
-    "factors": "python/clipping/test_clip.py::test_clip_and_step[0.05-torch.float32-adamw]",
+    "factors": EACH + "clipped_by_optfuse]",
 }
 #: Guard, and the test that fails without it: one that can fail.
 CONTROLS = {
