@@ -51,13 +51,6 @@ of_status of_plan_step(of_plan *plan, size_t *needs, size_t capacity, size_t *n_
     return status;
 }
 
-/* Whether it is worth a launch of its own, for as long as a backward pass may keep its gradient. */
-static bool is_large(const of_plan *plan, const of_update *update) {
-    const of_device device = update->in.device;
-    return update->bytes >= plan->bucket_bytes[device] ||
-           (device == OF_CPU && update->in.numel >= plan->large);
-}
-
 /* With layout written. */
 static of_status step_slot(of_plan *plan, size_t slot, bool at_once, of_list *done) {
     of_list created = {0};
@@ -72,7 +65,8 @@ static of_status step_slot(of_plan *plan, size_t slot, bool at_once, of_list *do
         return status;
     }
     const of_device device = update->in.device;
-    of_commit_one(plan, update, !at_once && !is_large(plan, update), done);
+    const bool is_small = of_waits_for_others(plan, device, update->bytes, update->in.numel);
+    of_commit_one(plan, update, !at_once && is_small, done);
     pthread_mutex_lock(&plan->lock);
     plan->counts.created++;
     if (!at_once && plan->pending[OF_UPDATES].bytes >= plan->bucket_bytes[device])

@@ -175,7 +175,7 @@ struct of_plan {
     of_reference reference;
     size_t vector_bytes;
     size_t bucket_bytes[2]; /* by device; 0: none */
-    int64_t large;          /* backward mode: an update of so many elements doesn't wait */
+    int64_t large;          /* in a backward pass an update of so many elements doesn't wait */
     size_t passes_a_step;
     of_isa isa;
     const of_kernel *kernels[OF_DTYPE_COUNT]; /* of the CPU; NULL: none */
@@ -223,6 +223,12 @@ struct of_plan {
 
 static inline bool of_stream_equal(const of_stream *a, const of_stream *b) {
     return a->device == b->device && a->id == b->id && a->capture == b->capture;
+}
+
+/* Whether an update is not worth a launch of its own, in a backward pass. */
+static inline bool of_waits_for_others(const of_plan *plan, of_device device, size_t bytes,
+                                       int64_t numel) {
+    return bytes < plan->bucket_bytes[device] && (device != OF_CPU || numel < plan->large);
 }
 
 static inline void of_list_append(of_list *list, of_update *update) {

@@ -147,9 +147,8 @@ static bool goes_by_itself(of_pass *pass, size_t number, of_batch *batch) {
         return true;
     slot->waits_in = waiting;
     waiting->bytes += bytes;
-    const size_t enough = plan->bucket_bytes[device];
-    const bool is_small = bytes < enough && (device != OF_CPU || numel < plan->large);
-    if (!is_small || waiting->bytes >= enough)
+    const bool is_small = of_waits_for_others(plan, device, bytes, numel);
+    if (!is_small || waiting->bytes >= plan->bucket_bytes[device])
         *batch = take(plan, waiting);
     return false;
 }
