@@ -257,7 +257,7 @@ class Link:
             Trait.READS_SCALE: self.rule.scales,
             Trait.COUNTS_PASSES: self.options.accumulate != 1 or self.mode == FINAL,
             Trait.IS_SHARDED: sharded,
-            Trait.BY_CLASS: isinstance(self.updater, Alone),
+            Trait.BY_CLASS: self.updater.runs_alone(),
         }
         return sum(trait for trait, is_so in traits.items() if is_so)
 

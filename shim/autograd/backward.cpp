@@ -280,14 +280,21 @@ void say_ready(const Plan *plan, of_pass *pass, size_t slot) {
     check(plan, slot, status);
 }
 
-// By then the pass has told the plan of its parameters, in other slots perhaps. A hook of the user's
-// may have used the gradient, and left none.
-void update_final(const Plan &plan, c10::TensorImpl *param) {
+// number: of its slot, before this pass has told the plan of its parameters, which lie in other slots
+// then perhaps. nullptr: it is none of them any more.
+const Slot *slot_now(const Plan &plan, size_t number, const c10::TensorImpl *param) {
+    if (number < plan.slots.size() && plan.slots[number]->param == param)
+        return plan.slots[number];
     const auto found = std::find_if(plan.slots.begin(), plan.slots.end(),
                                     [param](const Slot *slot) { return slot->param == param; });
-    if (found == plan.slots.end() || !param->grad().defined())
+    return found == plan.slots.end() ? nullptr : *found;
+}
+
+// A hook of the user's may have used the gradient, and left none.
+void update_final(const Plan &plan, size_t number, c10::TensorImpl *param) {
+    const Slot *slot = slot_now(plan, number, param);
+    if (slot == nullptr || !param->grad().defined())
         return;
-    const Slot *slot = *found;
     if (is_reduced_by_ddp(param) && OF_GUARD(ddp))
         fail("optfuse: the gradient of " + slot->label +
              " is changed after it is complete (DistributedDataParallel reduces it between "
@@ -305,7 +312,7 @@ void gradient_is_complete(const std::shared_ptr<Plan> &plan, size_t slot, const 
     const Pass pass = pass_under_way(plan, slot, param);
     if (plan->mode == OF_FINAL) {
         if (pass && !of_pass_only_adds(pass.get()))
-            update_final(*plan, param.unsafeGetTensorImpl());
+            update_final(*plan, slot, param.unsafeGetTensorImpl());
         return;
     }
     const bool later = slot < plan->slots.size() && plan->slots[slot]->reduced && OF_GUARD(reduced);

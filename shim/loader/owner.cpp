@@ -60,8 +60,7 @@ bool PythonOwner::await_reduction(Plan *) {
 bool PythonOwner::update(Plan *, size_t slot) {
     const auto work = [&] {
         PythonReader now(*this);
-        if (!now.is_alive())
-            fail("optfuse: this optimizer no longer exists");
+        now.check_alive();
         now.update(slot);
     };
     return in_python(work, &plan);
@@ -70,8 +69,7 @@ bool PythonOwner::update(Plan *, size_t slot) {
 bool PythonOwner::update_final(Plan *, size_t slot) {
     const auto work = [&] {
         PythonReader now(*this);
-        if (!now.is_alive())
-            return;
+        now.check_alive(); // else its gradient would be gone, and no update made
         if (now.is_by_class()) {
             now.update_alone(slot);
             return;

@@ -39,6 +39,11 @@ bool PythonReader::is_alive() const {
            link.get() != none;
 }
 
+void PythonReader::check_alive() const {
+    if (!is_alive())
+        fail("optfuse: this optimizer no longer exists");
+}
+
 template <typename... Arguments>
 of_object *PythonReader::ask(const char *method, const char *format, Arguments... arguments) {
     const std::string all = std::string("sO") + format;
@@ -316,7 +321,12 @@ void PythonReader::sync_slot(size_t slot) {
         known.add_dict(entry);
     const Ref kept = known.keep();
     owner.known.knows_state = false;
-    is_so("tell_entry", "nO", static_cast<ssize_t>(slot), kept.get());
+    try {
+        is_so("tell_entry", "nO", static_cast<ssize_t>(slot), kept.get());
+    } catch (...) {
+        known = Objects(); // it has not been told
+        throw;
+    }
 }
 
 void PythonReader::move_to_end(const std::vector<size_t> &slots) {

@@ -63,7 +63,8 @@ class PythonReader final : public OptimizerReader, Pinned {
     // optimizer: or nullptr, for the one that is weakly known.
     explicit PythonReader(PythonOwner &its, of_object *its_optimizer = nullptr);
     ~PythonReader() { held.drop(); }
-    bool is_alive() const; // optimizer and link are there
+    bool is_alive() const;    // optimizer and link are there
+    void check_alive() const; // throws if they are not
     void check_pass(bool only_adds);
     void await_reduction();
     void update(size_t slot);

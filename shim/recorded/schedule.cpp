@@ -11,7 +11,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "base/device.h"
 #include "base/error.h"
 #include "gpu/programs.h"
 #include "guard.h"
@@ -49,17 +48,15 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
     to.copy_(made);
 }
 
-// The versions of what a line writes were raised when it was recorded. PyTorch's kernels for lists on
-// GPUs raise them once more.
+// The versions of what a line writes were raised when it was recorded. Some kernels raise them
+// themselves, as PyTorch's for lists on GPUs do.
 class KeptVersions : Pinned {
   public:
     KeptVersions(const Line &line, const std::vector<c10::IValue> &values) {
-        if (line.op.operator_name().name.rfind("aten::_foreach_", 0) != 0)
-            return;
         for (size_t i = 0; i < line.known->n; i++)
             if (line.known->writes[i])
                 each_tensor(values[line.first + i], [this](const at::Tensor &tensor) {
-                    if (is_gpu(tensor.device()) && !tensor.is_inference())
+                    if (!tensor.is_inference())
                         kept.emplace_back(tensor, tensor._version());
                     return true;
                 });

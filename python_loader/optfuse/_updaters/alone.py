@@ -34,6 +34,9 @@ class Alone(Updater):
     def asks(self) -> bool:
         return True
 
+    def runs_alone(self) -> bool:
+        return True
+
     def begin(self, optimizer: Optimizer, slots: Slots, in_backward: bool) -> bool:
         return in_backward
 

@@ -158,6 +158,10 @@ class Updater:
         """Comes after it. Whether the next step needs it, too, whatever the options are."""
         return False
 
+    def runs_alone(self) -> bool:
+        """Final mode: whether step_one() makes all updates, in Python."""
+        return False
+
     def step_one(self, optimizer: Optimizer, slots: Slots, slot: int) -> None:
         """step(), of one parameter: has run when this returns."""
         param = slots.params[slot]

@@ -222,6 +222,16 @@ def test_it_says_what_it_gives_up():
     assert "counts from the next pass on" in optfuse.explain(opt)
 
 
+def test_state_that_is_refused_is_refused_in_each_pass():
+    model = net()
+    opt = optfuse.fuse(adamw(model.parameters()), FINAL)
+    backward(model)
+    opt.state[model[0].weight]["step"] = 1
+    for _ in range(2):
+        with pytest.raises(optfuse.Error, match="state..step.. of parameter 0"):
+            backward(model)
+
+
 def test_unfuse_and_copies():
     model = net()
     opt = optfuse.fuse(adamw(model.parameters()), FINAL)
