@@ -138,7 +138,9 @@ def _rounding(rounding: bool, state: bool, seed: int) -> Group:
     return {"stochastic_rounding": rounding, "stochastic_state": state, "seed": seed}
 
 
-def _check_numbers(lr: Any, betas: Any, n_betas: int, weight_decay: float) -> None:
+def _check_numbers(
+    lr: Any, betas: Any, n_betas: int, weight_decay: float, eps: float = 0.0
+) -> None:
     if not float(lr) >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
     if len(betas) != n_betas:
@@ -148,6 +150,8 @@ def _check_numbers(lr: Any, betas: Any, n_betas: int, weight_decay: float) -> No
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
     if not weight_decay >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if not eps >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
 
 
 class Lion(_OneByOne):
@@ -255,9 +259,7 @@ class Adan(_OneByOne):
         *,
         maximize: bool = False,
     ) -> None:
-        _check_numbers(lr, betas, 3, weight_decay)
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
+        _check_numbers(lr, betas, 3, weight_decay, eps)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -335,9 +337,7 @@ class AdamW(_Rounding):
         stochastic_state: bool = False,
         seed: int = 0,
     ) -> None:
-        _check_numbers(lr, betas, 2, weight_decay)
-        if not eps >= 0.0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
+        _check_numbers(lr, betas, 2, weight_decay, eps)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -19,7 +19,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _PACKAGES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _OF_HOOKS = ("step_parameter", "step_param")
-_MOVED = "_optfuse_moved"  # an attribute of a wrapper whose methods are in its optimizer now
+_LENT = "_optfuse_lent"  # an attribute of a wrapper whose methods are in its optimizer now
 #: The attribute that holds the optimizer.
 _INNER = {
     "AcceleratedOptimizer": "optimizer",
@@ -60,23 +60,29 @@ def _adapt(wrapper: Any) -> None:
         wrapper.__class__ = type(cls.__name__, bases, {"__module__": cls.__module__})
 
 
-def _move_methods(source: Any, target: Any) -> None:
-    """Methods that trainers have put into a wrapper are those of the optimizer inside, while that
-    is fused: then the wrapper calls those that it has."""
-    wrapper, inner = (source, target) if _inner(source) is not None else (target, source)
-    is_fused = LINK in inner.__dict__ or RECORDED in inner.__dict__
-    if source is wrapper and is_fused:  # about to be unfused
+def _is_fused(optimizer: Any) -> bool:
+    return LINK in optimizer.__dict__ or RECORDED in optimizer.__dict__
+
+
+def _lend_methods(wrapper: Any, inner: Any) -> None:
+    """Before fuse() or unfuse(): methods that trainers have put into a wrapper are those of the
+    optimizer inside as long as that is fused."""
+    if _is_fused(inner):  # the wrapper has ours
         for name in _OF_HOOKS:
             wrapper.__dict__.pop(name, None)
-    elif source is wrapper:
-        for name, method in patched(wrapper).items():
-            del wrapper.__dict__[name]
-            inner.__dict__[name] = method
-            wrapper.__dict__[_MOVED] = True
-    elif is_fused:
+        return
+    for name, method in patched(wrapper).items():
+        del wrapper.__dict__[name]
+        inner.__dict__[name] = method
+        wrapper.__dict__[_LENT] = True
+
+
+def _return_methods(wrapper: Any, inner: Any) -> None:
+    """After it, also if it has failed."""
+    if _is_fused(inner):
         for name in _OF_HOOKS:
             wrapper.__dict__[name] = getattr(inner, name)
-    elif not is_fused and wrapper.__dict__.pop(_MOVED, False):
+    elif wrapper.__dict__.pop(_LENT, False):
         for name, method in patched(inner).items():
             del inner.__dict__[name]
             wrapper.__dict__[name] = method
@@ -90,12 +96,12 @@ def returns_the_wrapper(function: Callable[P, T]) -> Callable[P, T]:
         given: Any = args[0] if args else kwargs.get("optimizer")
         inner = unwrapped(given) if isinstance(given, Optimizer) else given
         if inner is not given:
-            _move_methods(given, inner)
+            _lend_methods(given, inner)
         try:
             made: Any = function(*args, **kwargs)
         finally:
             if inner is not given:
-                _move_methods(inner, given)
+                _return_methods(given, inner)
         if given is not made:
             _adapt(given)
         return given  # type: ignore[no-any-return]
