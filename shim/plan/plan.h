@@ -163,7 +163,7 @@ struct Plan {
     bool takes_marks_off = false;
     const std::unique_ptr<DeviceScalars> scalars;
     std::shared_ptr<Lines> ahead;
-    // What .grad is in the step() of a class that runs on one parameter.
+    // The .grad of each parameter in the step() of a class that runs on one.
     std::shared_ptr<recorded::GradTable> grad_table;
     // In backward mode: all updates of this pass are left to step(), which the class takes by itself.
     std::atomic<bool> is_left{false};
