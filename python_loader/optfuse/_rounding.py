@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,33 @@ def rounded(wide: Tensor, dtype: torch.dtype, integers: Tensor) -> Tensor:
 
 
 def store(to: Tensor, wide: Tensor, seed: int, step: int, parameter: int, stream: int) -> None:
-    """Rounds stochastically what is of 16 bits, with the integers of its places in memory."""
-    integers = torch.empty_like(to, dtype=torch.int32, memory_format=torch.preserve_format)
-    torch.ops.optfuse.draw(integers, to.dtype, seed, step, parameter, stream, 0)
-    to.copy_(rounded(wide, to.dtype, integers))
+    """Rounds stochastically what is of 16 bits, with the integers of its places in memory; those
+    in the memory of the whole if it is a rank's part of a DTensor."""
+    first, local, numbers = 0, to, wide
+    if hasattr(to, "placements"):
+        first, local, numbers = _first_of(to), _local_of(to), _local_of(wide)
+        torch.autograd.graph.increment_version(to)
+    integers = torch.empty_like(local, dtype=torch.int32, memory_format=torch.preserve_format)
+    torch.ops.optfuse.draw(integers, to.dtype, seed, step, parameter, stream, first)
+    local.copy_(rounded(numbers, to.dtype, integers))
+
+
+def _local_of(sharded: Any) -> Tensor:
+    local: Tensor = sharded.to_local()
+    return local
+
+
+def _first_of(sharded: Any) -> int:
+    """Elements of the whole that come before those of this rank, which has whole rows of it: as
+    torch.chunk() splits them."""
+    split = [i for i, place in enumerate(sharded.placements) if not place.is_replicate()]
+    if not split:
+        return 0
+    if len(split) > 1 or not sharded.placements[split[0]].is_shard(0):
+        raise RuntimeError(
+            "stochastic rounding takes parameters that are sharded once, by their first dimension, "
+            f"and this one, of shape {tuple(sharded.shape)}, is {sharded.placements}"
+        )
+    mesh, rows = sharded.device_mesh, int(sharded.shape[0])
+    before = math.ceil(rows / mesh.size(split[0])) * int(mesh.get_local_rank(split[0]))
+    return int(min(before, rows) * math.prod(sharded.shape[1:]))

@@ -315,7 +315,9 @@ class AdamW(_Rounding):
 
     The random numbers are optfuse.random_bits() of seed, t, the number that state_dict() has for
     the parameter, and the element: no generator has a state, the order of parameters and the number
-    of threads change no bit, and a run that is resumed goes on as it would have.
+    of threads change no bit, and a run that is resumed goes on as it would have. The integers of a
+    DTensor's shard are those of its place in the whole, so neither does the number of ranks; it may
+    be sharded once, by its first dimension (FSDP2's way).
 
     The state has "step" (t), a 0-dim float32 tensor on the CPU, "exp_avg" (m) and "exp_avg_sq" (v),
     of a parameter's shape. load_state_dict() leaves their dtype as it was saved. Raises ValueError

@@ -6,6 +6,7 @@ import math
 import weakref
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import adamw
@@ -21,7 +22,7 @@ from fsdp_models import (
     trained,
     training,
 )
-from ranks import STEPS, script_of
+from ranks import STEPS, scenario_of, script_of
 from style_classes import AdaBelief, ByShape, Replaces, TensorCounter, TrustRatio, WritesGradient
 from torch import nn
 from torch.distributed.fsdp import (
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import optfuse
 
@@ -64,6 +65,53 @@ CLASSES = {cls.__name__: {"cls": cls} for cls in CLASSES}
 def recorded(wrap, cls):
     """DTensor answers the operators, and they are on no line: all of it is stock's."""
     return training(*start(wrap, make=cls))
+
+
+def rounded(params, gradients, wrap):
+    optimizer = optfuse.optim.AdamW(
+        params, lr=0.1, stochastic_rounding=True, stochastic_state=True, seed=5
+    )
+    optimizer = wrap(optimizer)
+    for step in gradients:
+        for param, gradient in zip(params, step, strict=True):
+            param.grad = gradient.to(param.dtype)
+        optimizer.step()
+    return params
+
+
+@scenario_of(
+    SCENARIOS,
+    *("stock", "forward"),
+    bfloat16={"dtype": torch.bfloat16},
+    float16={"dtype": torch.float16},
+)
+def stochastic_rounding_of_shards_has_the_bits_of_the_whole(mode, dtype):
+    """The integers are those of an element's place in the whole."""
+    random = torch.Generator().manual_seed(1)
+    drawn = [[torch.randn(s, generator=random) for s in ((9, 37), (5,), (1, 3))] for _ in range(4)]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def parameters(place):
+        return [nn.Parameter(place(tensor.to(dtype))) for tensor in drawn[0]]
+
+    def wrap(optimizer):
+        return optimizer if mode == "stock" else optfuse.fuse(optimizer, mode="forward")
+
+    def sharded(tensor):
+        return distribute_tensor(tensor, mesh, [Shard(0)])
+
+    def replicated(tensor):
+        return distribute_tensor(tensor, mesh, [Replicate()])
+
+    expected = rounded(parameters(torch.Tensor.clone), drawn[1:], wrap)
+    for place in (sharded, replicated):
+        gradients = [[place(tensor) for tensor in step] for step in drawn[1:]]
+        found = rounded(parameters(place), gradients, wrap)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.full_tensor(), b)
+    columns = nn.Parameter(distribute_tensor(drawn[0][0].to(dtype), mesh, [Shard(1)]))
+    with pytest.raises(RuntimeError, match="sharded once, by their first dimension"):
+        rounded([columns], [[torch.ones_like(columns)]], wrap)
 
 
 @script("forward", "backward")
