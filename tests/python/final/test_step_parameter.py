@@ -168,3 +168,99 @@ def test_accumulation_with_a_clip_of_each_tensor(kind, scaled):
     expected = accumulated(other, eager(OPTIMIZERS[kind], other.parameters()), scaled)
     opt = optfuse.fuse(OPTIMIZERS[kind](model.parameters()))
     assert all(map(torch.equal, accumulated(model, opt, scaled), expected))
+
+
+class Scaler(torch.amp.GradScaler):
+    """OneTrainer's: it unscales the gradient of one parameter, and leaves that one's update out.
+    The last parameter decides what becomes of the scale."""
+
+    def unscale_parameter_(self, p, optimizer):
+        found = torch.zeros(1)
+        inverse = self._scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, inverse)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {p.device: found}
+
+    def maybe_step_parameter(self, p, group, i, optimizer):
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not any(f.item() for f in found.values()):
+            optimizer.step_parameter(p, group, i)
+
+
+def by_their_scaler(model, opt):
+    scaler = Scaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def hook(p, group, i):
+        scaler.unscale_parameter_(p, opt)
+        nn.utils.clip_grad_norm_(p, 0.5)
+        scaler.maybe_step_parameter(p, group, i, opt)
+        p.grad = None
+
+    scales = []
+    for group in opt.param_groups:
+        for i, p in enumerate(group["params"]):
+            p.register_post_accumulate_grad_hook(lambda p, g=group, i=i: hook(p, g, i))
+    for turn in range(6):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(turn))
+        bad = model[(turn - 2) * 2].weight if turn in (2, 3) else None
+        spoil = bad.register_hook(lambda g: g * torch.inf) if turn in (2, 3) else None
+        scaler.scale(model(x).square().mean()).backward()
+        opt.step()
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if spoil is not None:
+            spoil.remove()
+    return [*model.parameters(), torch.tensor(scales)]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "factored"])
+def test_a_scaler_that_unscales_one_gradient(kind):
+    model, other = net(torch.float32), net(torch.float32)
+    expected = by_their_scaler(other, eager(OPTIMIZERS[kind], other.parameters()))
+    assert expected[-1].diff().min() < 0  # an infinite gradient was seen
+    opt = optfuse.fuse(OPTIMIZERS[kind](model.parameters()))
+    assert all(map(same, by_their_scaler(model, opt), expected))
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=["backward", "final"])
+def test_modes_that_update_before_that_scaler_refuse_it(mode):
+    model = net(torch.float32)
+    opt = optfuse.fuse(OPTIMIZERS["adamw"](model.parameters()), mode)
+    with pytest.raises(optfuse.Error, match="GradScaler"):
+        by_their_scaler(model, opt)
+
+
+class Seeded(Factored):
+    """Rounds by a generator of its class, which the trainer seeds with the number of the step."""
+
+    generator = torch.Generator()
+
+    def step_parameter(self, p, group, i):
+        wide = p.float() - group["lr"] * p.grad.float()
+        drawn = torch.randint(0, 1 << 16, p.shape, dtype=torch.int32, generator=self.generator)
+        bits = wide.view(torch.int32).add(drawn).bitwise_and_(-65536)
+        p.data.copy_(bits.view(torch.float32))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["forward", "backward", "final"])
+def test_a_generator_that_is_seeded_before_each_step(mode):
+    """Its numbers are drawn in the order of the hooks."""
+    found = []
+    for fused in (False, True):
+        model = net(torch.bfloat16)
+        opt = Seeded(model.parameters(), lr=1e-2)
+        final = fused and isinstance(mode, optfuse.Backward)
+        if fused:
+            opt = optfuse.fuse(opt, mode)
+
+        def hook(p, opt=opt):
+            opt.step_parameter(p, opt.param_groups[0], 0)
+            p.grad = None
+
+        for p in model.parameters() if not final else ():
+            p.register_post_accumulate_grad_hook(hook)
+        for turn in range(4):
+            Seeded.generator.manual_seed(turn)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(turn)).bfloat16()
+            model(x).float().square().mean().backward()
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))
