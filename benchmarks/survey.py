@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Section survey: whether optimizers of other packages train as they do by themselves when their
 step() is recorded, and which of them are updated inside backward(): every class, in both modes, 50
-steps of a small model, weights and state_dict() compared by bits after each. Each class runs in a
-process of its own.
+steps of a small model, weights and state_dict() compared by bits after each. And whether final mode
+trains as hooks do that step an optimizer for each parameter. Each class runs in a process of its
+own.
 
     python -m pip install --target DIR pytorch_optimizer timm ...
     benchmarks/run --section survey --packages DIR"""
@@ -37,10 +38,12 @@ PACKAGES = ("pytorch_optimizer", "timm.optim", "torch_optimizer", "schedulefree"
 PACKAGES += ("bitsandbytes.optim", "optimi", "lion_pytorch", "torchao.optim")
 PACKAGES += ("adabelief_pytorch", "adan_pytorch", "galore_torch", "sophia_opt", "pytorch_ranger")
 PACKAGES += ("madgrad", "came_pytorch", "apollo_torch", "torchium.optimizers", "heavyball")
+PACKAGES += ("adv_optm",)
 STEPS = 50
 SECONDS = 60  # of the processor, for one class by itself
 AHEAD, LEFT, RAISED = "equal, in backward()", "equal, left to step()", "raises in backward mode"
 DIFFERENT, UNMADE = "different", "not run by itself"
+FINAL, FINAL_RAISES, NO_HOOKS = "equal", "raises", "its hooks don't run by themselves"
 Seen = dict[str, Any]
 
 
@@ -106,25 +109,49 @@ def made(cls: type[Optimizer], model: nn.Module) -> Optimizer:
     return cls(params)
 
 
-def training(cls: type[Optimizer], wrap: Callable[[Optimizer], Optimizer]) -> Seen:
-    """Every tensor's bits and everything else that each step leaves behind, by place."""
+def training(
+    cls: type[Optimizer], wrap: Callable[[Optimizer, nn.Module], Optimizer], steps: bool = True
+) -> Seen:
+    """Every tensor's bits and everything else that each step leaves behind, by place. steps: by
+    step(), and not by hooks of the parameters."""
     torch.manual_seed(0)
     model, seen = Net(), {}
     optimizer = made(cls, model)
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
-    optimizer = wrap(optimizer)
+    optimizer = wrap(optimizer, model)
     for step in range(STEPS):
         random = torch.Generator().manual_seed(step)
         x = torch.randint(20, (6, 5), generator=random)
         y = torch.randint(4, (6,), generator=random)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        if steps:
+            optimizer.step()
         left = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         seen.update(parts(left, f"step {step + 1}"))
         del left  # backward mode leaves to step() what others have, too
     return seen
+
+
+def with_hooks(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """The loop that a fused back pass takes the place of: step() of an optimizer for each parameter
+    behind its gradient, by the options and with the state of the one that is kept."""
+
+    def attach(param: Tensor, group: dict[str, Any]) -> None:
+        alone = object.__new__(type(optimizer))
+        alone.__dict__ = {**vars(optimizer), "param_groups": [{**group, "params": [param]}]}
+
+        def update(param: Tensor) -> None:
+            alone.step()
+            param.grad = None
+
+        param.register_post_accumulate_grad_hook(update)
+
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            attach(param, group)
+    return optimizer
 
 
 def parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -167,13 +194,14 @@ def judge(cls: type[Optimizer], send: Callable[[tuple[str, str] | None], None]) 
     warnings.simplefilter("ignore")
     try:
         with at_most(SECONDS):
-            stock, again = (training(cls, lambda optimizer: optimizer) for _ in range(2))
+            stock, again = (training(cls, lambda optimizer, _: optimizer) for _ in range(2))
     except Exception as error:
         return send((UNMADE, f"{type(error).__name__}: {error}"))
     if first_difference(stock, again):
         return send((UNMADE, "two runs of it differ"))
     send(None)
-    return send(compare(cls, stock))
+    send(compare(cls, stock))
+    return send(compare_final(cls))
 
 
 def compare(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
@@ -181,7 +209,7 @@ def compare(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
     for mode in ("forward", "backward"):
         fused: list[Optimizer] = []
 
-        def wrap(optimizer: Optimizer, mode: str = mode) -> Optimizer:
+        def wrap(optimizer: Optimizer, _: nn.Module, mode: str = mode) -> Optimizer:
             fused.append(optfuse.fuse(optimizer, mode=mode))  # noqa: B023
             return fused[-1]  # noqa: B023
 
@@ -199,22 +227,48 @@ def compare(cls: type[Optimizer], stock: Seen) -> tuple[str, str]:
     return LEFT, updater.why_left()
 
 
-def run_apart(cls: type[Optimizer]) -> tuple[str, str]:
-    """In a process of its own."""
+def compare_final(cls: type[Optimizer]) -> tuple[str, str]:
+    """Final mode with hooks; what kind of case it is and why."""
+
+    def wrap(optimizer: Optimizer, _: nn.Module) -> Optimizer:
+        return optfuse.fuse(optimizer, optfuse.Backward(final=True))
+
+    try:
+        hooks, again = (training(cls, with_hooks, steps=False) for _ in range(2))
+    except Exception as error:
+        return NO_HOOKS, f"{type(error).__name__}: {error}"
+    if first_difference(hooks, again):
+        return NO_HOOKS, "two runs of it differ"
+    try:
+        difference = first_difference(training(cls, wrap, steps=False), hooks)
+    except optfuse.Error as error:
+        return FINAL_RAISES, str(error)
+    except Exception as error:
+        return DIFFERENT, f"final: {type(error).__name__}: {error}"
+    return (FINAL, "") if difference is None else (DIFFERENT, f"final: {difference}")
+
+
+def run_apart(cls: type[Optimizer]) -> list[tuple[str, str]]:
+    """In a process of its own: what compare() and compare_final() give; one if there is nothing
+    to compare with."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("fork")
     process = context.Process(target=judge, args=(cls, theirs.send))
     process.start()
     theirs.close()
+    found: list[tuple[str, str]] = []
     try:
         if not ours.poll(10 * SECONDS):
-            return UNMADE, "it waits for something"
+            return [(UNMADE, "it waits for something")]
         said = ours.recv()
-        if said is None:
-            said = ours.recv() if ours.poll(10 * SECONDS) else (DIFFERENT, "it does not end")
-        return said
+        if said is not None:
+            return [said]
+        for _ in range(2):
+            ended = ours.poll(10 * SECONDS)
+            found.append(ours.recv() if ended else (DIFFERENT, "it does not end"))
+        return found
     except EOFError:
-        return DIFFERENT, "its process died"
+        return [*found, *[(DIFFERENT, "its process died")] * (2 - len(found))]
     finally:
         process.kill()
         process.join()
@@ -233,6 +287,7 @@ def section(chosen: Any) -> dict[str, Any]:
     without_models()
     without_compiling()
     found: dict[str, tuple[str, str]] = {}
+    final: dict[str, tuple[str, str]] = {}
     by_package: dict[str, Counter[str]] = {}
     for package in chosen.package or PACKAGES:
         try:
@@ -243,11 +298,18 @@ def section(chosen: Any) -> dict[str, Any]:
         counts = by_package[package] = Counter()
         for cls in every[:3] if chosen.smoke else every:
             name = f"{cls.__module__}.{cls.__qualname__}"
-            kind, why = found[name] = run_apart(cls)
+            (kind, why), *more = run_apart(cls)
+            found[name] = kind, why
             counts[kind] += 1
-            print(f"{name}: {kind} {why}"[:400], flush=True)
+            said = ""
+            if more:
+                final[name] = more[0]
+                said = f"; final mode: {' '.join(more[0])[:300]}"
+            print(f"{name}: {f'{kind} {why}'[:300]}{said}", flush=True)
     total = sum(by_package.values(), Counter())
+    finals = Counter(kind for kind, _ in final.values())
     print("\n".join(f"{n} {kind}" for kind, n in total.items()))
+    print("\n".join(f"{n} {kind} in final mode" for kind, n in finals.items()))
     raised = {name: short(why) for name, (kind, why) in found.items() if kind == RAISED}
     left = {name: short(why) for name, (kind, why) in found.items() if kind == LEFT}
     unmade = {name: short(why) for name, (kind, why) in found.items() if kind == UNMADE}
@@ -256,7 +318,16 @@ def section(chosen: Any) -> dict[str, Any]:
         "classes": len(found),
         "counts": total,
         "by package": by_package,
-        "different": {name: why for name, (kind, why) in found.items() if kind == DIFFERENT},
+        "final mode": finals,
+        "different": {
+            name: why
+            for table in (found, final)
+            for name, (kind, why) in table.items()
+            if kind == DIFFERENT
+        },
+        "raises in final mode": {
+            name: short(why) for name, (kind, why) in final.items() if kind == FINAL_RAISES
+        },
         "in backward()": [name for name, (kind, _) in found.items() if kind == AHEAD],
         "left to step() because": Counter(left.values()),
         "left to step()": left,
