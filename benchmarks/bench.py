@@ -25,6 +25,7 @@ import kernels
 import kfac
 import launch
 import memory
+import paper
 import pipeline_flush
 import pipeline_plan
 import pipeline_run
@@ -56,6 +57,7 @@ SECTIONS = {
     "trips": trips.section,
     "rounding": rounding.section,
     "promises": promised_gradients.section,
+    "paper": paper.section,
     "survey": survey.section,
     "recorded": any_optimizer.section,
     "distributed": distributed.section,
@@ -71,6 +73,7 @@ SECTIONS = {
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
 OF_ANY_OPTIMIZER = (
+    "paper",
     "survey",
     "recorded",
     "start",
@@ -98,6 +101,7 @@ HELP = """sections:
   trips    Python functions that an iteration enters, and its calls of the library
   rounding an update of bfloat16 that is rounded stochastically
   promises thin linear layers whose gradients are promises, under two policies of memory
+  paper    the experiments of arXiv 2104.00237: batch size, the optimizer's share, layers, traffic
   survey   optimizers of other packages, recorded: equal to stock, and where; see --packages
   recorded step() of ten classes of another package, by itself and recorded; see --packages
   distributed  two processes under DistributedDataParallel over a slow link; see --fsdp
