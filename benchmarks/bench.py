@@ -34,6 +34,7 @@ import promised_gradients
 import reorder
 import rounding
 import small
+import stale
 import start
 import survey
 import torch
@@ -178,6 +179,7 @@ def arguments() -> argparse.Namespace:
     add("--gbit", type=float, default=2.5, help="distributed: Gbit/s of the link, %(default)s")
     add("--fsdp", action="store_true", help="distributed: under fully_shard, too")
     add("--out", type=Path, default=Path(__file__).parent / "out", help="for the summaries")
+    add("--stale", action="store_true", help="only print how old the figures in results are")
     add("--raw", type=Path, metavar="FILE", help="also write every round of cells and grid there")
     chosen = parser.parse_args()
     if chosen.raw and chosen.raw.resolve().is_relative_to(ROOT):
@@ -212,6 +214,9 @@ def file_of(chosen: argparse.Namespace, section: str) -> Path:
 
 def main() -> None:
     chosen = arguments()
+    if chosen.stale:
+        print(stale.table())
+        return
     began = time.monotonic()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
