@@ -3,17 +3,13 @@
 // that show the order of a sum, on those that are special, and on the real ones.
 #include "promises/trials.h"
 
-#include <ATen/Context.h>
-#include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/util/TypeCast.h>
 
 #include <array>
 #include <atomic>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <mutex>
 
@@ -21,10 +17,9 @@
 #include "base/mkl.h"
 #include "base/parallel.h"
 #include "base/plain_mode.h"
-#include "base/trial_numbers.h"
-#include "floating.h"
 #include "guard.h"
 #include "memory/memory.h"
+#include "memory/trial_matrices.h"
 #include "promises/linear.h"
 
 namespace optfuse {
@@ -56,11 +51,6 @@ Trials &trials() {
     return *only;
 }
 
-int64_t offset_in_line(const at::Tensor &t) {
-    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data_of(t.unsafeGetTensorImpl())) %
-                                OF_CACHE_LINE);
-}
-
 // The gradient that a trial is about.
 struct Asked {
     const at::Tensor &dy, &x;
@@ -84,12 +74,7 @@ struct Asked {
 // All that may change how PyTorch multiplies.
 Key key_of(const Asked &of) {
     const at::Tensor &dy = of.dy, &x = of.x;
-    const at::Context &torch = at::globalContext();
-    using at::Float32Backend;
-    using at::Float32Op;
-    const auto precision = [&torch](Float32Backend backend, Float32Op op) {
-        return static_cast<int64_t>(torch.float32Precision(backend, op));
-    };
+    const ProductSettings now = product_settings();
     return {dy.size(0),
             dy.size(1),
             x.size(1),
@@ -101,86 +86,7 @@ Key key_of(const Asked &of) {
             offset_in_line(x),
             static_cast<int64_t>(x.scalar_type()),
             static_cast<int64_t>(of.dtype),
-            thread_count(),
-            SerialMkl::threads(),
-            at::in_parallel_region(),
-            of_floating_now(),
-            precision(Float32Backend::MKLDNN, Float32Op::MATMUL),
-            precision(Float32Backend::GENERIC, Float32Op::ALL),
-            torch.userEnabledMkldnn(),
-            torch.deterministicAlgorithms(),
-            torch.deterministicMkldnn()};
-}
-
-template <typename Real> Real special(Draws &draws) {
-    using Limits = std::numeric_limits<Real>;
-    const Real of[] = {0,
-                       Real(-0.0),
-                       Limits::denorm_min(),
-                       -Limits::min() / 4,
-                       Limits::infinity(),
-                       -Limits::infinity(),
-                       Limits::quiet_NaN(),
-                       Limits::max(),
-                       1};
-    return of[static_cast<size_t>((draws.next() + 1) / 2 * 8.999)];
-}
-
-enum class Kind { SPREAD, CANCELLING, TINY, SPECIAL };
-
-template <typename Real> Real rounded(double number) {
-    if constexpr (sizeof(Real) == 2)
-        return c10::convert<Real>(static_cast<float>(number));
-    else
-        return static_cast<Real>(number);
-}
-
-// Numbers of all magnitudes; row by row such that sums cancel; such that products are around the
-// least that is no denormal, which some threads may take for zeros; and with infinities and the
-// like.
-template <typename Real> Real number(Kind kind, int64_t row, Draws &draws) {
-    const double random = draws.next();
-    const double most = std::is_same_v<Real, at::Half> ? 8 : 1e3; // products are finite
-    switch (kind) {
-    case Kind::SPREAD:
-        return rounded<Real>(random * random * random * most);
-    case Kind::CANCELLING:
-        return rounded<Real>((row % 2 == 0 ? 1 : -1) + random * 1e-3);
-    case Kind::TINY:
-        return rounded<Real>(random * 4 *
-                             std::sqrt(static_cast<double>(std::numeric_limits<Real>::min())));
-    case Kind::SPECIAL:
-        return draws.next() > 0.5 ? special<Real>(draws) : rounded<Real>(random);
-    }
-    return Real(0);
-}
-
-// Zeros, half of them negative, as behind a ReLU: CANCELLING has some in each column.
-template <typename Real> void fill_as(at::Tensor &t, Kind kind, Draws &draws) {
-    auto *at = static_cast<Real *>(data_of(t.unsafeGetTensorImpl()));
-    for (int64_t i = 0; i < t.size(0); i++)
-        for (int64_t j = 0; j < t.size(1); j++) {
-            const Real value = number<Real>(kind, i, draws);
-            const bool is_zero = kind == Kind::CANCELLING && (i * 7 + j) % 5 < 2;
-            at[i * t.stride(0) + j * t.stride(1)] = is_zero ? value * Real(0) : value;
-        }
-}
-
-// A tensor with the sizes, the strides and the offset in a cache line of this one.
-at::Tensor like(const at::Tensor &t) {
-    const auto offset = offset_in_line(t) / static_cast<int64_t>(t.element_size());
-    int64_t extent = 1;
-    for (int64_t d = 0; d < t.dim(); d++)
-        extent += (t.size(d) - 1) * t.stride(d);
-    const at::Tensor flat = at::empty({extent + offset}, t.options());
-    return flat.as_strided(t.sizes(), t.strides(), offset);
-}
-
-at::Tensor filled(const at::Tensor &t, Kind kind, Draws &draws) {
-    at::Tensor made = like(t);
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, t.scalar_type(), "filled",
-                                    [&] { fill_as<scalar_t>(made, kind, draws); });
-    return made;
+            now[0], now[1], now[2], now[3], now[4], now[5], now[6], now[7], now[8]};
 }
 
 // Whether each panel, computed as for an update, has the bits of its rows of the whole.
@@ -201,8 +107,8 @@ bool are_equal(const Asked &of) {
 
 bool is_equal_on_all(const Asked &of) {
     Draws draws;
-    for (const Kind kind : {Kind::SPREAD, Kind::CANCELLING, Kind::TINY, Kind::SPECIAL})
-        if (!are_equal({filled(of.dy, kind, draws), filled(of.x, kind, draws), of.dtype}))
+    for (const TrialNumbers kind : kTrialNumbers)
+        if (!are_equal({trial_matrix(of.dy, kind, draws), trial_matrix(of.x, kind, draws), of.dtype}))
             return false;
     return are_equal(of);
 }

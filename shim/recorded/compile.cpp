@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // compile.cpp: elementwise lines that share a tensor run together where the last of them stands,
-// unless a line in between needs what they write, or writes what they read.
+// unless a line in between needs what they write, or writes what they read. Where there are products
+// that are alike, what needs nothing of each other then stands side by side.
 #include "recorded/compile.h"
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "base/error.h"
 #include "cuda/table.h"
 #include "guard.h"
+#include "recorded/products.h"
 #include "recorded/programs.h"
 
 namespace optfuse::recorded {
@@ -36,7 +38,10 @@ struct Planned {
     uint32_t last;
     std::vector<uint32_t> units;
     std::optional<Group> group;
+    uint32_t level = 0; // what it needs is on lower ones
 };
+
+constexpr size_t kMostStacked = 64u << 20; // bytes, of what stands side by side
 
 class Compiler {
   public:
@@ -243,11 +248,93 @@ class Compiler {
                           });
     }
 
+    bool is_product(const Planned &one) const {
+        return !one.group && recorded::is_product(lines[units[one.last].line], values);
+    }
+
+    bool are_alike(const Planned &a, const Planned &b) const {
+        return recorded::are_alike(lines[units[a.last].line], lines[units[b.last].line], values);
+    }
+
+    // By storages: whoever reads is above those that have written, and who writes above both.
+    void put_levels() {
+        std::vector<uint32_t> write(numbered.n_storages), read(numbered.n_storages);
+        std::vector<bool> is_counted(numbered.entries.size());
+        uint32_t base = 1, highest = 0;
+        size_t bytes = 0;
+        for (Planned &one : planned) {
+            one.level = base;
+            const auto each = [&](const auto &work) {
+                for (const uint32_t u : one.units)
+                    each_of(units[u], work);
+            };
+            each([&](uint32_t number, bool is_written) {
+                const uint32_t its = entry(number).storage_number;
+                one.level = std::max({one.level, write[its] + 1, is_written ? read[its] + 1 : 0});
+            });
+            each([&](uint32_t number, bool is_written) {
+                const uint32_t its = entry(number).storage_number;
+                uint32_t &last = is_written ? write[its] : read[its];
+                last = std::max(last, one.level);
+                if (entry(number).is_absent && !is_counted[number])
+                    bytes += entry(number).storage->nbytes();
+                is_counted[number] = true;
+            });
+            highest = std::max(highest, one.level);
+            if (bytes > kMostStacked) {
+                base = highest + 1;
+                bytes = 0;
+            }
+        }
+    }
+
+    void gather_products() {
+        std::vector<const Planned *> products;
+        for (const Planned &one : planned)
+            if (is_product(one))
+                products.push_back(&one);
+        const bool some_are_alike =
+            std::any_of(products.begin(), products.end(), [&](const Planned *one) {
+                return one != products[0] && are_alike(*one, *products[0]);
+            });
+        if (!some_are_alike)
+            return;
+        put_levels();
+        std::stable_sort(planned.begin(), planned.end(), [](const Planned &a, const Planned &b) {
+            return a.level < b.level;
+        });
+        std::vector<Planned> gathered;
+        std::vector<size_t> here; // products of this level among them
+        for (Planned &one : planned) {
+            if (gathered.empty() || gathered.back().level != one.level)
+                here.clear();
+            const bool may_join = is_product(one);
+            const size_t bytes =
+                may_join ? bytes_of_product(lines[units[one.last].line], values) : 0;
+            const auto to = std::find_if(here.begin(), here.end(), [&](size_t i) {
+                return may_join && are_alike(gathered[i], one) &&
+                       (gathered[i].units.size() + 1) * bytes <= kMostStacked;
+            });
+            if (to != here.end()) {
+                gathered[*to].units.push_back(one.units[0]);
+                continue;
+            }
+            if (may_join)
+                here.push_back(gathered.size());
+            gathered.push_back(std::move(one));
+        }
+        planned = std::move(gathered);
+    }
+
     void put_steps() {
         std::stable_sort(planned.begin(), planned.end(),
                          [](const Planned &a, const Planned &b) { return a.last < b.last; });
+        gather_products();
         for (Planned &one : planned) {
             Step step{one.group.has_value(), units[one.last].line, {}};
+            if (!one.group && one.units.size() > 1)
+                for (const uint32_t u : one.units)
+                    step.products.push_back(units[u].line);
             for (const uint32_t u : one.units)
                 if (--units_left[units[u].line] == 0)
                     step.done.push_back(units[u].line);

@@ -35,6 +35,7 @@ struct Step {
     bool is_group;
     uint32_t number;            // of a group, or a line that runs as PyTorch's operator
     std::vector<uint32_t> done; // lines all of which has run then
+    std::vector<uint32_t> products = {}; // lines that may run as one (products.h), the first among them
     size_t frees = 0;           // bytes that the step has made, and those lines have used last
 };
 

@@ -18,6 +18,7 @@
 #include "plan/references.h"
 #include "recorded/compile.h"
 #include "recorded/numbered.h"
+#include "recorded/products.h"
 #include "recorded/programs.h"
 
 namespace optfuse::recorded {
@@ -46,6 +47,18 @@ void give_memory(const at::Tensor &to, at::Tensor &&made) {
     }
     allocate(storage);
     to.copy_(made);
+}
+
+// Likewise the memory of a part of what several lines have made.
+void give_part(const at::Tensor &to, const at::Tensor &made, bool is_needed) {
+    if (is_needed || !equal(made.strides(), to.strides()) || made.nbytes() % OF_CACHE_LINE != 0)
+        return give_memory(to, at::Tensor(made));
+    unmark(to.unsafeGetTensorImpl());
+    c10::StorageImpl *storage = storage_of(to.unsafeGetTensorImpl());
+    const auto drop = [](void *whole) { delete static_cast<c10::Storage *>(whole); };
+    storage->set_data_ptr_noswap({data_of(made.unsafeGetTensorImpl()),
+                                  new c10::Storage(made.storage()), drop, storage->device()});
+    unseal(storage);
 }
 
 // The versions of what a line writes were raised when it was recorded. Some kernels raise them
@@ -187,8 +200,8 @@ class Execution {
   public:
     Execution(const Schedule &the_schedule, const std::vector<Line> &the_lines,
         std::vector<c10::IValue> &its, Room *room, Tape *its_tape)
-        : schedule(the_schedule), lines(the_lines), values(its), entries(room->numbered.entries),
-          tape(its_tape), code(room->code), programs(room->programs), batch(room->batch) {
+        : schedule(the_schedule), lines(the_lines), values(its), numbered(room->numbered),
+          entries(room->numbered.entries), tape(its_tape), code(room->code), programs(room->programs), batch(room->batch) {
         code.clear();
         programs.clear();
         batch.clear();
@@ -203,8 +216,7 @@ class Execution {
                 tape->counts.groups++;
             } else {
                 run_batch();
-                run_operator(lines[step.number], values);
-                tape->counts.calls++;
+                run_operators(step);
             }
             end(step);
         }
@@ -212,6 +224,22 @@ class Execution {
     }
 
   private:
+    void run_operators(const Step &step) {
+        const std::vector<uint32_t> &products = step.products;
+        const std::vector<at::Tensor> made =
+            products.empty() ? std::vector<at::Tensor>() : batched_product(products, lines, values);
+        for (size_t i = 0; i < made.size(); i++) {
+            const at::Tensor &to = values[lines[products[i]].results].toTensor();
+            give_part(to, made[i], entries[numbered.of(to)].is_needed);
+        }
+        if (products.empty())
+            run_operator(lines[step.number], values);
+        else if (made.empty())
+            for (const uint32_t line : products)
+                run_operator(lines[line], values);
+        tape->counts.calls += static_cast<int64_t>(std::max<size_t>(1, products.size()));
+    }
+
     void put(const Group &group) {
         if ((group.waits && OF_GUARD(recorded_launch)) || elements + group.numel > kMostInBatch)
             run_batch();
@@ -280,6 +308,7 @@ class Execution {
     const Schedule &schedule;
     const std::vector<Line> &lines;
     std::vector<c10::IValue> &values;
+    const Numbered &numbered;
     const std::vector<Entry> &entries;
     Tape *const tape;
     std::vector<of_instruction> &code;

@@ -54,6 +54,7 @@ def test_the_release_build_has_no_switch():
 
 # Guards that only a GPU's parameters meet have their control there.
 ELSEWHERE = {
+    "batched_bits": "tests/python/recorded/test_products.py",
     "coupled": "tests/python/final/test_final.py",
     "final_clip": "tests/python/final/test_final.py",
     "streams": "tests/plugin/test_guards.c",
