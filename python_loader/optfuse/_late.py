@@ -121,7 +121,7 @@ class Settings:
 def own_attributes(optimizer: Optimizer, keys: Iterable[Any] | None = None) -> dict[str, Any]:
     """Those that belong to the class, and what the state holds under these keys; None: under all
     that are no parameters."""
-    own, state = optimizer.__dict__, optimizer.__dict__["state"]
+    own, state = optimizer.__dict__, optimizer.state
     found = {name: value for name, value in own.items() if name not in _NOT_OWN}
     shared = {key: state.get(key) for key in (no_parameters(state) if keys is None else keys)}
     return found | {_SHARED: shared} if shared else found

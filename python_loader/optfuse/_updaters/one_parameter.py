@@ -43,7 +43,7 @@ def step_alone(
         with own.seen(optimizer), draws_of(optimizer, own, param, group, place):
             one(optimizer, param, optimizer.param_groups[group], place)
         return
-    state = optimizer.__dict__["state"]
+    state = optimizer.state
     before = Settings(optimizer, keys=no_parameters(state))
     n_others = len(state) - (param in state)
     step: Any = own.method("step")

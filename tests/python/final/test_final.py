@@ -173,6 +173,25 @@ def test_a_coupled_class_is_refused_in_its_first_pass():
         backward(model)
 
 
+class StateElsewhere(torch.optim.SGD):
+    """As wrappers have it, which show the state of an optimizer inside."""
+
+    @property
+    def state(self):
+        return self._inside
+
+    @state.setter
+    def state(self, state):
+        self._inside = state
+
+
+def test_a_class_whose_state_is_no_attribute_is_refused_by_name():
+    model = net()
+    optfuse.fuse(StateElsewhere(model.parameters(), lr=0.1, momentum=0.9), FINAL)
+    with pytest.raises(optfuse.Error, match="StateElsewhere.*the attribute '_inside'"):
+        backward(model)
+
+
 @pytest.mark.parametrize("other", [{"side_stream": True}])
 def test_what_does_not_go_together_is_refused(other):
     with pytest.raises(optfuse.Error, match="do not go together"):
