@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <utility>
 
 #include "base/clock.h"
@@ -162,18 +161,17 @@ Key key_of(const Products &products) {
     return key;
 }
 
+// For each thread, as its schedules: a lock might be taken where a process forks.
 bool pays(const Products &products) {
     constexpr size_t kMostKeys = 1024;
-    static std::mutex lock;
-    static auto *known = new std::map<Key, bool>; // leaked: threads may outlive destructors
-    const std::lock_guard<std::mutex> guard(lock);
+    static thread_local std::map<Key, bool> known;
     const Key key = key_of(products);
-    const auto found = known->find(key);
-    if (found != known->end())
+    const auto found = known.find(key);
+    if (found != known.end())
         return found->second;
-    if (known->size() >= kMostKeys)
+    if (known.size() >= kMostKeys)
         return false;
-    return (*known)[key] = !OF_GUARD(batched_bits) || (has_bits(products) && is_faster(products));
+    return known[key] = !OF_GUARD(batched_bits) || (has_bits(products) && is_faster(products));
 }
 
 bool is_same_number(const c10::Scalar &a, const c10::Scalar &b) {
