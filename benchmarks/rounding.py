@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Section rounding: one update of a large bfloat16 parameter that is rounded stochastically, beside
-torch.optim.AdamW(fused=True), which rounds to nearest. On one thread, in nanoseconds of the
-processor's time an element, so that other programs disturb little; interleaved."""
+torch.optim.AdamW(fused=True), which rounds to nearest; and of bfloat16 matrices by Adafactor and
+CAME beside their own lines. On one thread, in nanoseconds of the processor's time an element, so
+that other programs disturb little; interleaved."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import optfuse
-from optfuse.optim import AdamW
+from optfuse._rounding import factored
+from optfuse.optim import CAME, Adafactor, AdamW
 
 Run = Callable[[], object]
 LARGE, SMALL = 1 << 24, 1 << 16  # elements: beyond all caches, and for --smoke
@@ -30,6 +33,21 @@ ROUNDED: dict[str, dict[str, Any]] = {
 }
 ISAS = ("avx512", "avx2")
 EAGER = "step() by operators"
+FACTORED: dict[str, Callable[..., Optimizer]] = {
+    "Adafactor": Adafactor,
+    "Adafactor, fixed rate": lambda params, **how: Adafactor(
+        params, lr=1e-3, relative_step=False, scale_parameter=False, **how
+    ),
+    "CAME": lambda params, **how: CAME(params, lr=1e-3, **how),
+}
+MATRICES = {
+    "8 x 1024 x 1024": [(1024, 1024)] * 8,
+    "80 x 320 x 320": [(320, 320)] * 80,
+    "40 shapes of about 320 x 320": [(300 + i, 340 - i) for i in range(40)],
+    "4096 x 4096": [(4096, 4096)],
+    "convolutions, 20 x 128 x 128 x 3 x 3": [(128, 128, 3, 3)] * 20,
+}
+FACTORED_ROUNDS = 9
 
 
 def parameter(n: int) -> nn.Parameter:
@@ -88,6 +106,46 @@ def ns_each(run: Run, n: int) -> float:
     return (time.process_time() - began) / n * 1e9
 
 
+def matrices(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
+    params = [parameter(math.prod(shape)) for shape in shapes]
+    made = [nn.Parameter(p.detach().view(s)) for p, s in zip(params, shapes, strict=True)]
+    for p, s, flat in zip(made, shapes, params, strict=True):
+        assert flat.grad is not None
+        p.grad = flat.grad.view(s)
+    return made
+
+
+def by_lines(optimizer: Optimizer) -> Run:
+    def run() -> None:
+        before, factored._agrees = factored._agrees, lambda _: False
+        try:
+            optimizer.step()
+        finally:
+            factored._agrees = before
+
+    return run
+
+
+def factored_updates(smoke: bool) -> list[dict[str, Any]]:
+    rows = []
+    for name, make in FACTORED.items():
+        for what, all_shapes in MATRICES.items():
+            shapes = [(8, 8)] if smoke else all_shapes
+            optimizers = {
+                EAGER: by_lines(make(matrices(shapes))),
+                "to nearest": optfuse.fuse(make(matrices(shapes))).step,
+                "rounded": optfuse.fuse(make(matrices(shapes), stochastic_rounding=True)).step,
+            }
+            times: dict[str, list[float]] = {how: [] for how in optimizers}
+            for i in range(2 if smoke else FACTORED_ROUNDS + 1):
+                for how, run in optimizers.items():
+                    ns = ns_each(run, sum(map(math.prod, shapes)))
+                    times[how] += [ns] if i else []
+            ns = {how: median_interval(of) for how, of in times.items()}
+            rows += [{"class": name, "what": what, "how": how, "ns": of} for how, of in ns.items()]
+    return rows
+
+
 def section(chosen: argparse.Namespace) -> dict[str, Any]:
     n = SMALL if chosen.smoke else LARGE
     rounds = chosen.rounds or (SMOKE_ROUNDS if chosen.smoke else ROUNDS)
@@ -102,6 +160,7 @@ def section(chosen: argparse.Namespace) -> dict[str, Any]:
                 times[name] += [ns] if i else []  # the first one warms up
         eager = AdamW([parameter(n)], **ROUNDED["state rounded, too"])
         times[EAGER] = [ns_each(eager.step, n) for _ in range(EAGER_ROUNDS)]
+        by_rows = factored_updates(chosen.smoke)
     finally:
         torch.set_num_threads(before)
     title(f"{n} elements of bfloat16: ns of processor an element, and by {FUSED}'s")
@@ -112,4 +171,6 @@ def section(chosen: argparse.Namespace) -> dict[str, Any]:
         rows.append({"what": name, "ns": alone, "by_stock": ratio})
         lines.append([name, f"{alone.median:.3f}", str(ratio)])
     print(columns([["", "ns", f"by {FUSED}"], *lines]))
-    return {"elements": n, "updates": rows}
+    title("bfloat16 matrices: ns of processor an element")
+    print(columns([[*map(str, list(row.values())[:3]), str(row["ns"])] for row in by_rows]))
+    return {"elements": n, "updates": rows, "factored": by_rows}

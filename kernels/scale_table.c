@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scale_table.c: the rows of scale.h and norm.h. */
+/* scale_table.c: the rows of scale.h, norm.h and factored.h. */
 #include "scale.h"
 
+#include "factored.h"
 #include "isas.h"
 #include "norm.h"
 
@@ -72,4 +73,23 @@ of_largest_fn *of_largest_find(of_isa isa) {
     OF_AVX512(if (isa >= OF_ISA_AVX512) return of_largest_avx512;)
     OF_AVX2(if (isa >= OF_ISA_AVX2) return of_largest_avx2;)
     return isa >= OF_ISA_BASELINE ? of_largest_baseline : of_largest_c;
+}
+
+#define OF_FACTORED_DTYPES(X) X(float32) X(bfloat16) X(float16)
+#define OF_DECLARE_FACTORED(dtype, isa, isa_code) of_factored_fn of_factored_##dtype##_##isa;
+#define OF_DECLARE_FACTOREDS(dtype) OF_NORM_ISAS(OF_DECLARE_FACTORED, dtype)
+OF_FACTORED_DTYPES(OF_DECLARE_FACTOREDS)
+
+#define OF_FACTORED_ROW(dtype, isa, isa_code) [isa_code] = of_factored_##dtype##_##isa,
+static of_factored_fn *const factored[OF_DTYPE_COUNT][OF_ISA_COUNT] = {
+    [OF_FLOAT32] = {OF_NORM_ISAS(OF_FACTORED_ROW, float32)},
+    [OF_BFLOAT16] = {OF_NORM_ISAS(OF_FACTORED_ROW, bfloat16)},
+    [OF_FLOAT16] = {OF_NORM_ISAS(OF_FACTORED_ROW, float16)},
+};
+
+of_factored_fn *of_factored_find(of_dtype dtype, of_isa isa) {
+    size_t best = (size_t)isa;
+    while (best != OF_ISA_C && !factored[dtype][best])
+        best--;
+    return factored[dtype][best];
 }

@@ -27,6 +27,7 @@ struct Known {
     Way way = Way::AT_ONCE;
     bool is_ours = false;     // of the namespace "optfuse"
     bool reads_all = false;   // it may read and write memory that is none of its arguments'
+    bool fits = false;        // its arguments have forms with which it works
     bool makes_blank = false; // its results have no numbers yet, or random ones
     bool of_lists = false;    // one operator for each place of its lists
     bool elementwise = false; // its results' forms are known (forms.h)

@@ -295,6 +295,10 @@ class Called {
                 put(std::move(*results), true);
                 return true;
             }
+        if (k.fits) {
+            put({}, true);
+            return true;
+        }
         if (!Learned::look_up(k, args()))
             return false;
         if (!Learned::is_known() && tape->is_watched()) {

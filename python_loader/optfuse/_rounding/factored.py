@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,10 +14,66 @@ from torch.optim import Optimizer
 from optfuse._rounding import NARROW, store
 from optfuse._rounding.one_by_one import Entry, Group, Rounding, check_numbers, rounding_options
 
+_DTYPES = (torch.float32, *NARROW)
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SHARED_OUT = 1 << 15  # PyTorch's threads share sums of so many elements
+_LANES, _GROUP = 8, 32  # of its vectors, and of four of them, which it sums together
+# Tried once: shapes that lead to every kind of sum, and that no threads share.
+_TRIED = ((9, 3100), (1100, 29), (2, 37, 47), (1030, 7), (9, 4, 3, 3), (5, 1), (613,), ())
+_agree: dict[type[Factored], bool] = {}
+_MOST_ROWS, _MOST_COLUMNS = 1 << 19, 1 << 24  # of more it adds in another order
+
 
 def _rms(tensor: Tensor) -> Tensor:
     found: Tensor = tensor.norm(2) / (tensor.numel() ** 0.5)
     return found
+
+
+def _sizes(name: str, shape: torch.Size) -> tuple[int, ...]:
+    """Returns those of a tensor of the state."""
+    kinds = {"row": shape[:-1], "col": (*shape[:-2], *shape[-1:]), "RMS": ()}
+    return tuple(kinds.get(name.rpartition("_")[2], shape))
+
+
+def _has_known_order(shape: torch.Size, numel: int) -> bool:
+    """Whether PyTorch's means over the last two dimensions add in the order of factored.h."""
+    if len(shape) < 2:
+        return True
+    rows, columns = shape[-2:]
+    if rows > _MOST_ROWS or columns > _MOST_COLUMNS or (columns == 1 and rows >= _LANES):
+        return False
+    if numel < _SHARED_OUT:
+        return True
+    rest = columns % _GROUP
+    if numel == columns:  # one sum, of which each thread makes a part
+        return False
+    if rest == columns or not _LANES // 2 <= rest < _LANES:
+        return True
+    each = -(-columns // torch.get_num_threads())  # the last thread may have but the rest
+    return (columns - 1) // each * each < columns - rest
+
+
+def _agrees(cls: type[Factored]) -> bool:
+    """Whether the operator has the bits of the class's own lines, here."""
+    if cls not in _agree:
+        _agree[cls] = all(_is_equal(cls, torch.Size(s), d) for s in _TRIED for d in _DTYPES)
+    return _agree[cls]
+
+
+def _is_equal(cls: type[Factored], shape: torch.Size, dtype: torch.dtype) -> bool:
+    draws = torch.Generator().manual_seed(shape.numel())
+    numbers = [
+        torch.randn(shape, generator=draws, dtype=torch.float32, device="cpu").to(dtype)
+        for _ in range(3)
+    ]
+    one, found = object.__new__(cls), []
+    for update in (one._by_operator, one._by_lines):
+        param, state = numbers[0].clone(), dict[str, Any]()
+        one._make_state(cls.TRIED, param, state)
+        for state["step"], grad in enumerate(numbers[1:], 1):  # noqa: B020
+            update(cls.TRIED, param, grad, state, 0)
+        found.append([param, *(t for t in state.values() if isinstance(t, Tensor))])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 class Factored(Rounding):
@@ -24,6 +81,8 @@ class Factored(Rounding):
     means over the last two dimensions' rows and columns; with less than two they are whole."""
 
     COUNTS = False  # "step" is a Python number
+    supports_fused_back_pass = True
+    TRIED: Group  # options with which the operator is tried
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that the state of another implementation lacks are this one's."""
@@ -31,22 +90,74 @@ class Factored(Rounding):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+        _agrees(type(self))  # now, and not in the middle of a step()
 
     def _make_state(self, group: Group, param: Tensor, state: Entry) -> None:
         state["step"] = 0
         dtype = torch.float32 if param.dtype in NARROW else param.dtype
-        shape, is_factored = tuple(param.shape), param.dim() > 1
-        for name in self._names(group, is_factored):
-            kind = name.rpartition("_")[2]
-            sizes = {"row": shape[:-1], "col": (*shape[:-2], *shape[-1:]), "RMS": ()}
-            state[name] = torch.zeros(sizes.get(kind, shape), dtype=dtype, device=param.device)
+        for name in self._names(group, param.dim() > 1):
+            sizes = _sizes(name, param.shape)
+            state[name] = torch.zeros(sizes, dtype=dtype, device=param.device)
 
     def _names(self, group: Group, is_factored: bool) -> list[str]:
         """The state's tensors, in their order."""
         raise NotImplementedError
 
+    @torch.no_grad()
+    def step_parameter(self, p: Tensor, group: Group, i: int | None = None) -> None:
+        """The update of one parameter that has a gradient, as a hook on that calls it: of a group
+        of param_groups, in which it has the place i."""
+        if i is None or group["params"][i] is not p:
+            i = next(place for place, its in enumerate(group["params"]) if its is p)
+        before = itertools.takewhile(lambda its: its is not group, self.param_groups)
+        number = i + sum(len(its["params"]) for its in before)
+        params: list[Tensor] = []
+        states: list[Entry] = []
+        self._init_group({**group, "params": [p]}, params, states)
+        for param, state in zip(params, states, strict=True):
+            assert param.grad is not None
+            self._update(group, param, param.grad, state, number)
+
     def _update(self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int) -> None:
         state["step"] += 1
+        by_operator = _agrees(type(self)) and self._fits(group, param, grad, state)
+        update = self._by_operator if by_operator else self._by_lines
+        update(group, param, grad, state, number)
+
+    def _fits(self, group: Group, param: Tensor, grad: Tensor, state: Entry) -> bool:
+        """Whether the operator takes these, and PyTorch adds their numbers in its order."""
+        names = self._names(group, param.dim() > 1)
+        averages = [state[name] for name in names]
+        return (
+            param.dtype in _DTYPES
+            and grad.dtype is param.dtype
+            and 0 < param.numel() < 2**31
+            and all(t.dtype is torch.float32 for t in averages)
+            and all(
+                type(t) in _PLAIN and t.device.type == "cpu" and t.is_contiguous()
+                for t in (param, grad, *averages)
+            )
+            and all(state[name].shape == _sizes(name, param.shape) for name in names)
+            and _has_known_order(param.shape, param.numel())
+        )
+
+    def _by_operator(
+        self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int
+    ) -> None:
+        """shim/native/factored.cpp."""
+        tensors = [state[name] for name in self._names(group, param.dim() > 1)]
+        how = group["stochastic_rounding"], group["seed"], state["step"], number
+        numbers = *how, *group["eps"], group["clip_threshold"], *self._numbers(group, state)
+        torch.ops.optfuse.factored(param, grad, tensors, list(map(float, numbers)))
+
+    def _numbers(self, group: Group, state: Entry) -> tuple[float, ...]:
+        """Whether it is CAME, its three betas, the learning rate, whether it is scaled, and the
+        weight decay, for shim/native/factored.cpp."""
+        raise NotImplementedError
+
+    def _by_lines(
+        self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int
+    ) -> None:
         is_narrow = param.dtype in NARROW
         wide = param.float() if is_narrow else param
         self._compute_factored(group, wide, grad.float() if is_narrow else grad, state)
@@ -108,6 +219,11 @@ class Adafactor(Factored):
     """
 
     STATE = ("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "RMS")
+    TRIED: Group = {
+        **{"lr": 0.01, "relative_step": False, "scale_parameter": True, "decay_rate": -0.8},
+        **{"eps": (1e-30, 1e-3), "clip_threshold": 0.5, "beta1": 0.9, "weight_decay": 0.1},
+        **{"stochastic_rounding": False, "seed": 0},
+    }
 
     def __init__(
         self,
@@ -146,6 +262,13 @@ class Adafactor(Factored):
             **_rounding(stochastic_rounding, seed),
         }
         super().__init__(params, defaults)
+        _agrees(type(self))
+
+    def _numbers(self, group: Group, state: Entry) -> tuple[float, ...]:
+        beta1 = math.nan if group["beta1"] is None else group["beta1"]
+        beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
+        rate, decay = self._rate(group, state), group["weight_decay"]
+        return 0, beta1, beta2, 0, rate, group["scale_parameter"], decay
 
     def _names(self, group: Group, is_factored: bool) -> list[str]:
         averages = ["exp_avg_sq_row", "exp_avg_sq_col"] if is_factored else ["exp_avg_sq"]
@@ -202,6 +325,10 @@ class CAME(Factored):
         *("exp_avg", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col"),
         "exp_avg_sq",
     )
+    TRIED: Group = {
+        **{"lr": 0.01, "betas": (0.9, 0.99, 0.999), "weight_decay": 0.1, "clip_threshold": 0.5},
+        **{"eps": (1e-30, 1e-16), "stochastic_rounding": False, "seed": 0},
+    }
 
     def __init__(
         self,
@@ -225,6 +352,10 @@ class CAME(Factored):
             **_rounding(stochastic_rounding, seed),
         }
         super().__init__(params, defaults)
+        _agrees(type(self))
+
+    def _numbers(self, group: Group, state: Entry) -> tuple[float, ...]:
+        return 1, *group["betas"], group["lr"], 0, group["weight_decay"]
 
     def _names(self, group: Group, is_factored: bool) -> list[str]:
         return list(self.STATE[:5] if is_factored else ("exp_avg", "exp_avg_sq"))

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Adafactor and CAME of optfuse.optim: step() is the papers' formula, rounds once, and takes the
-state of the classes that others train with."""
+state of the classes that others train with. On the CPU one operator makes an update, with the bits
+of the class's own lines; fused in each mode it has the bits of step()."""
 
 import copy
+import math
 import pickle
+import re
 
 import pytest
 import torch
-from common import assert_same
+from common import assert_same, python_ok
 from torch import nn
 
 import optfuse
-from optfuse._rounding import rounded
+from optfuse._rounding import factored, rounded
 from optfuse.optim import CAME, Adafactor
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -190,3 +193,275 @@ def test_sparse_gradients_are_refused(cls):
     p.grad = torch.ones(2, 2).to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse"):
         optimizer.step()
+
+
+# The operator
+
+
+def by_operator(monkeypatch, does):
+    """Whether it makes the updates that it can make."""
+    monkeypatch.setattr(factored, "_agrees", lambda cls: does)
+
+
+def watched(monkeypatch):
+    """The operator's updates."""
+    ran, run = [], factored.Factored._by_operator
+
+    def noted(*update):
+        ran.append(update)
+        run(*update)
+
+    monkeypatch.setattr(factored.Factored, "_by_operator", noted)
+    return ran
+
+
+def updated(cls, options, shape, dtype, special=False):
+    (p,), optimizer = made(cls, dtype, (shape,), **options)
+    for t in (1, 2, 3):
+        p.grad = gradient(p, 0, t) * 10.0 ** (2 * t - 4)
+        if special:
+            some = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-7, -1e-30, 3e4])
+            p.grad.view(-1)[3 * t : 3 * t + 8] = some.to(dtype)
+        optimizer.step()
+    return results(optimizer)
+
+
+# Rows of less than a vector, of vectors and a rest, of several sums; columns likewise; many
+# matrices; and more elements than one thread sums.
+SHAPES = (
+    *((1,), (7,), (16,), (1003,), (40000,), (1, 1), (1, 9), (9, 1, 1), (7, 1), (3, 2), (5, 4)),
+    *((70, 7), (1100, 6), (9, 8), (33, 31), (31, 36), (64, 32), (65, 33), (68, 100), (130, 63)),
+    *((257, 300), (1030, 40), (5000, 12), (40, 1029), (13, 4097), (9, 9000), (4, 33000)),
+    *((70000, 5), (64, 32, 3, 3), (40, 9, 7, 5), (3, 70, 60), (300, 17, 9), (2, 4099, 35)),
+    *((2, 20, 5, 7, 9), (16400, 2)),
+)
+# And those whose sums PyTorch's threads share, or that it adds in other ways.
+OTHER_SHAPES = ((1, 40000), (40000, 1), (0, 3), (3, 0))
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_class
+def test_the_operator_has_the_bits_of_the_classs_lines(cls, shape, threads, monkeypatch):
+    options, before = OPTIONS[cls][1], torch.get_num_threads()
+    ran = watched(monkeypatch)
+    torch.set_num_threads(threads)
+    try:
+        for dtype in (torch.float32, *NARROW):
+            found = []
+            for does in (True, False):
+                by_operator(monkeypatch, does)
+                found.append(updated(cls, options, shape, dtype))
+            assert_same(f"{dtype} results", *found)
+        assert len(ran) == 9
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_narrow
+@each_case
+def test_options_rounding_and_special_numbers_change_nothing_of_that(
+    cls, options, dtype, monkeypatch
+):
+    for how in ({}, {**ROUND, "seed": 2**53 - 1}):
+        for shape in ((65, 33), (300,), (40, 300)):
+            found = []
+            for does in (True, False):
+                by_operator(monkeypatch, does)
+                found.append(updated(cls, {**options, **how}, shape, dtype, special=True))
+            assert_same("results", *found)
+
+
+@pytest.mark.parametrize("isa", ("c", "baseline", "avx2"))
+@each_class
+def test_instruction_sets_change_no_bit(cls, isa, monkeypatch):
+    options = {**OPTIONS[cls][1], **ROUND}
+    for shape in ((65, 33), (7, 1100), (9, 4, 3, 3), (613,)):
+        for dtype in (torch.float32, *NARROW):
+            monkeypatch.delenv("OPTFUSE_ISA", raising=False)
+            best = updated(cls, options, shape, dtype)
+            monkeypatch.setenv("OPTFUSE_ISA", isa)
+            assert_same("results", updated(cls, options, shape, dtype), best)
+
+
+def test_what_is_added_in_another_order_is_left_to_the_classs_lines(monkeypatch):
+    """On many threads some columns, which one thread has alone, are added in another order."""
+
+    def fits(shape, threads=1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return factored._has_known_order(torch.Size(shape), math.prod(shape))
+
+    assert all(fits(shape, threads) for shape in SHAPES for threads in (1, 2, 3))
+    assert not any(map(fits, ((1, 40000), (40000, 1), (2**19 + 1, 9))))
+    assert fits((1000, 36), 7) and not fits((1000, 36), 8) and fits((900, 36), 8)
+    assert fits((1000, 40), 8)
+
+
+def test_many_threads_add_some_columns_in_another_order():
+    """Where the operator is not used then; in the other case it would be the same."""
+    before, found = torch.get_num_threads(), {}
+    numbers = torch.rand(1000, 36, generator=torch.Generator().manual_seed(0))
+    try:
+        for threads in (1, 7, 8):
+            torch.set_num_threads(threads)
+            found[threads] = numbers.mean(-2)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[7], found[1])
+    assert not torch.equal(found[8], found[1])
+
+
+@each_class
+def test_what_the_operator_does_not_take_is_left_to_the_classs_lines(cls, monkeypatch):
+    def fails(*_):
+        raise AssertionError("the operator ran")
+
+    monkeypatch.setattr(factored.Factored, "_by_operator", fails)
+    by_operator(monkeypatch, True)
+    for shape in OTHER_SHAPES:
+        updated(cls, OPTIONS[cls][0], shape, torch.float32)
+    turned = nn.Parameter(torch.ones(4, 6).t())
+    optimizer = cls([turned, *params_of(torch.float64)], **OPTIONS[cls][0])
+    train(optimizer, 2)
+    (p,), optimizer = made(cls, sizes=((4, 6),))
+    optimizer.state[p] = {}
+    optimizer._make_state(optimizer.param_groups[0], p, optimizer.state[p])
+    row = optimizer.state[p]["exp_avg_sq_row"]
+    optimizer.state[p]["exp_avg_sq_row"] = row.bfloat16()
+    train(optimizer, 1)
+
+
+TRIAL = """
+import torch
+from optfuse._rounding import factored
+from optfuse.optim import Adafactor
+assert factored._agrees(Adafactor) is {agrees}
+def weight():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(300, 301))
+    optimizer = Adafactor([p], beta1=0.9)
+    for _ in range(3):
+        p.grad = torch.randn(300, 301)
+        optimizer.step()
+    return p.detach()
+found = []
+for does in {does}:
+    factored._agrees = lambda cls: does
+    found.append(weight())
+assert torch.equal(*found) is {equal}
+"""
+
+
+@pytest.mark.parametrize("capability, holds", (("avx2", True), ("default", False)))
+def test_a_trial_finds_out_whether_pytorch_adds_so_here(capability, holds):
+    """PyTorch's code for any processor rounds in another way: it has no fused multiply-adds."""
+    script = TRIAL.format(agrees=holds, does=(True, False), equal=holds)
+    python_ok(script, ATEN_CPU_CAPABILITY=capability)  # read at the first operator
+
+
+# Fused
+
+MODES = {"forward": "forward", "backward": "backward", "final": optfuse.Backward(final=True)}
+SAID = {
+    "forward": r"8 operators ran as 0 programs and 8 operators",
+    "backward": r"its step\(\) ran 6 times at the first gradient of backward",
+    "final": r"its step\(\) ran on 64 gradients",
+}
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def network(dtype):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 6, 3), nn.Flatten(), nn.Linear(96, 40), nn.Tanh(), nn.Linear(40, 33)
+    return nn.Sequential(*layers, nn.LayerNorm(33)).to(dtype)
+
+
+def iterate(model, optimizer, first=0, steps=8, scheduler=None):
+    generator = torch.Generator().manual_seed(first)
+    for _ in range(steps):
+        inputs = torch.randn(5, 2, 6, 6, generator=generator).to(model[0].weight.dtype)
+        optimizer.zero_grad()
+        model(inputs).float().square().mul(torch.arange(33)).mean().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def trained(cls, options, dtype, mode=None):
+    model = network(dtype)
+    optimizer = cls(model.parameters(), **options)
+    if mode is not None:
+        optimizer = optfuse.fuse(optimizer, MODES[mode])
+    iterate(model, optimizer)
+    return optimizer
+
+
+@each_mode
+@pytest.mark.parametrize("dtype", (torch.float32, *NARROW))
+@each_case
+def test_fused_has_the_bits_of_step(cls, options, dtype, mode, monkeypatch):
+    for how in ({}, ROUND):
+        its = {**options, **how}
+        fused = trained(cls, its, dtype, mode)
+        said = str(optfuse.explain(fused))
+        assert re.search(SAID[mode], said), said
+        assert_same("results", results(fused), results(trained(cls, its, dtype)))
+        with monkeypatch.context() as patch:
+            by_operator(patch, False)
+            assert_same("results", results(fused), results(trained(cls, its, dtype)))
+
+
+@each_mode
+@pytest.mark.parametrize("threads", (2, 3))
+def test_fused_has_the_bits_of_step_on_several_threads(threads, mode):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        both = [trained(Adafactor, ROUND, torch.bfloat16, how) for how in (mode, None)]
+    finally:
+        torch.set_num_threads(before)
+    assert_same("results", *map(results, both))
+
+
+@each_mode
+@each_class
+def test_a_resumed_run_goes_on_bit_by_bit(cls, mode, tmp_path):
+    options = {**OPTIONS[cls][0], **ROUND}
+    whole, model, twin = (network(torch.bfloat16) for _ in range(3))
+    straight = cls(whole.parameters(), **options)
+    iterate(whole, straight, 0)
+    iterate(whole, straight, 1)
+    first = optfuse.fuse(cls(model.parameters(), **options), MODES[mode])
+    iterate(model, first, 0)
+    torch.save((model.state_dict(), first.state_dict()), tmp_path / "saved")
+    weights, state = torch.load(tmp_path / "saved")
+    twin.load_state_dict(weights)
+    resumed = cls(twin.parameters(), **OPTIONS[cls][0])  # how it rounds comes with the state
+    resumed.load_state_dict(state)
+    iterate(twin, optfuse.fuse(resumed, MODES[mode]), 1)
+    assert_same("results", results(resumed), results(straight))
+
+
+@pytest.mark.parametrize("mode", (None, *MODES))
+@each_class
+def test_a_trainers_hooks_may_step_each_parameter(cls, mode):
+    """By step_parameter(), which every mode has; the number of a parameter names its integers."""
+    options = {**OPTIONS[cls][0], **ROUND}
+    model, twin = network(torch.bfloat16), network(torch.bfloat16)
+    groups = [{"params": list(layer.parameters())} for layer in model if list(layer.parameters())]
+    optimizer, stock = cls(groups, **options), cls(twin.parameters(), **options)
+    if mode not in (None, "final"):
+        optfuse.fuse(optimizer, MODES[mode])
+    for group in optimizer.param_groups if mode != "final" else ():
+        for i, p in enumerate(group["params"]):
+
+            def hook(p, group=group, i=i):
+                optimizer.step_parameter(p, group, i)
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(hook)
+    if mode == "final":
+        optfuse.fuse(optimizer, MODES[mode])
+    iterate(model, optimizer)
+    iterate(twin, stock)
+    assert_same("results", results(optimizer), results(stock))

@@ -89,6 +89,8 @@ def matrices(params):
 OPTIM = torch.optim
 DECAYS = {"weight_decay": 0.1}
 ADAGRAD = {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}
+FIXED = {"lr": 0.01, "relative_step": False}
+BY_ROWS = ({**FIXED, "beta1": 0.9}, {**FIXED, "scale_parameter": False, **DECAYS})
 FOR_PYTORCH = {"way": NATIVE, "has_tensor_lr": True, "reads_strides": False}
 ALL = (
     Kind("AdamW", fused(OPTIM.AdamW), options=adam_options(), weight=5, **FOR_PYTORCH),
@@ -113,6 +115,9 @@ ALL = (
     Kind("Muon", of_matrices(OPTIM.Muon), OWN, weight=0),
     Kind("Lion", optfuse.optim.Lion, NATIVE, ({}, DECAYS)),
     Kind("Adan", optfuse.optim.Adan, NATIVE, ({}, DECAYS)),
+    # One operator of ours for each parameter, on a tape.
+    Kind("Adafactor of ours", optfuse.optim.Adafactor, options=BY_ROWS),
+    Kind("CAME", optfuse.optim.CAME, options=({"lr": 0.01}, {"lr": 0.01, **DECAYS})),
     # Without kernels: elementwise, with numbers of tensors, with looks, by lists, coupled.
     *(
         Kind(name, recorded_classes.KINDS[name], has_attributes=True)
