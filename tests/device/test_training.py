@@ -11,6 +11,7 @@ from common import adamw, everything, refused, sgd
 from gpu import NAME
 from legal import in_order, legal, loss_of, net, settle, to_host, train, training
 from test_fake_device import conv_net, images, transformer, words
+from torch import nn
 
 import optfuse
 
@@ -252,3 +253,33 @@ def test_backward_mode_keeps_no_gradients():
     ours = in_use(lambda optimizer: optfuse.fuse(optimizer, mode="backward"))
     gradients = 4 * sum(p.numel() for p in net("cpu").parameters())
     assert ours <= stock - gradients, f"{ours} bytes, stock {stock}, gradients {gradients}"
+
+
+@pytest.mark.parametrize("make", [adamw, sgd], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_masters_on_the_cpu_of_weights_on_a_gpu(dtype, make):
+    """By hand: gradients go down and are widened, and a weight takes its new value when it is
+    copied up, which launches that one's update."""
+
+    def script(wrap):
+        model = net().to(dtype)
+        weights = list(model.parameters())
+        masters = [nn.Parameter(w.detach().to("cpu", torch.float32, copy=True)) for w in weights]
+        optimizer = wrap(make(masters))
+        for i in range(STEPS):
+            x = torch.full((5, 6), 0.1 * (i + 1), dtype=dtype, device=NAME)
+            model(x).square().sum().backward()
+            if i % 2:
+                nn.utils.clip_grad_norm_(weights, 0.1)
+            for m, w in zip(masters, weights, strict=True):
+                m.grad = w.grad.to("cpu", torch.float32)
+            optimizer.step()
+            with torch.no_grad():
+                for m, w in zip(masters, weights, strict=True):
+                    w.copy_(m)
+            model.zero_grad()
+            yield "weights", weights
+        yield "masters", masters
+        yield "state", optimizer.state_dict()["state"]
+
+    legal(script, "forward")
