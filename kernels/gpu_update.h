@@ -15,8 +15,8 @@ typedef struct of_gpu_entry {
     void *grad;
     void *state[OF_MAX_STATE];
     size_t n;             /* elements; 0 is allowed */
-    const float *step_at; /* number of this update, on the device; or NULL: */
-    double step;          /* the number itself, >= 1. (Prepared scalars have it in them.) */
+    const float *step_at; /* on the device: number of the update before this one; or NULL: */
+    double step;          /* that of this one, >= 1. (Prepared scalars have it in them.) */
     /* Device: numbers beside the step, of rules that have of_rule.counts_on_gpu. The update
      * reads the numbers, then writes those of the next update, which follow from *step_at. */
     float *numbers_at[OF_MAX_COUNTERS];

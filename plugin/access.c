@@ -47,6 +47,7 @@ static of_accessed use_on_device(of_plan *plan, of_update *update, of_list *done
     const of_stream home = update->in.stream;
     if (update->pending)
         update->kind->use(plan, update, done);
+    of_count_steps(plan); /* it may be a counter that is used */
     if (of_plan_health(plan) != OF_OK || !of_stream_order(plan, &home, &user))
         return OF_ACCESS_FAILED;
     return OF_IN_FLIGHT;

@@ -29,6 +29,7 @@ static of_status update_all(of_plan *plan, of_named *lacking, of_list *done) {
     pthread_mutex_lock(&plan->lock);
     if (plan->mode == OF_BACKWARD)
         of_confirm(plan);
+    of_count_steps(plan);
     status = of_plan_health(plan);
     pthread_mutex_unlock(&plan->lock);
     return status;

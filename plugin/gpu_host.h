@@ -39,7 +39,7 @@ typedef struct of_gpu_host {
     of_stream (*current)(void *ctx, int device);
     /* Makes another one current. */
     void (*exchange)(void *ctx, const of_stream *stream);
-    /* Adds 1 to n step counters on the stream, before the updates that read them; or, if less_at
+    /* Adds 1 to n step counters on the stream, behind the updates that read them; then, if less_at
      * is not NULL, subtracts *less_at. */
     bool (*count)(void *ctx, const of_stream *stream, float *const *steps, size_t n,
                   const float *less_at);

@@ -6,7 +6,7 @@
 #include "gpu_update.h"
 #include "internal.h"
 
-enum { CALL_ENTRIES = 512 }; /* and step counters, in one call of the host, on the stack */
+enum { CALL_ENTRIES = 512 }; /* and their step counters, on the stack */
 
 static bool goes_in_one_call(const of_update *a, const of_update *b) {
     return of_stream_equal(&a->in.stream, &b->in.stream) &&
@@ -41,45 +41,19 @@ static of_gpu_entry entry_of(const of_inputs *in) {
     return entry;
 }
 
-static bool is_counted_with(const of_update *first, const of_update *u) {
-    return u->in.step_at && !u->counted && of_stream_equal(&u->in.stream, &first->in.stream) &&
-           of_stream_equal(&u->in.ready, &first->in.ready);
-}
-
-static size_t take_steps(const of_update *first, const of_list *list, float **steps, size_t n) {
-    for (of_update *u = list->first; u && n < CALL_ENTRIES; u = u->next)
-        if (is_counted_with(first, u)) {
-            u->counted = true;
-            steps[n++] = u->in.step_at;
-        }
-    return n;
-}
-
-/* Counts the steps of a call and those of later updates, so that one launch counts all
- * updates of a step(), not one launch for each bucket. A pending update launches before anyone
- * reads its counter. */
-static bool count_steps(of_plan *plan, const of_list *call, const of_list *later) {
+/* The updates read the number of the one before, so that one launch behind them counts all
+ * of a pass or step(). Where a flag may take the step back it is read now, as the updates do; a
+ * sum of flags of several devices, which skips no update, takes back more than that, as in stock. */
+static bool count_steps(of_plan *plan, const of_list *call) {
     float *steps[CALL_ENTRIES];
-    const of_update *first = call->first;
-    size_t n = take_steps(first, call, steps, 0);
-    if (n == 0)
-        return true;
-    n = take_steps(first, later, steps, n);
-    n = take_steps(first, &plan->pending[OF_UPDATES], steps, n);
-    return plan->host.gpu->count(plan->host.ctx, &first->in.stream, steps, n, NULL);
-}
-
-/* As stock does: a flag of 1 takes the step back, and a sum of flags of several devices, which
- * skips no update, more than that. */
-static bool subtract_flag(of_plan *plan, const of_list *call) {
-    float *steps[CALL_ENTRIES];
-    const of_update *first = call->first;
+    const of_inputs *first = &call->first->in;
     size_t n = 0;
-    for (const of_update *u = first; u && first->in.found_inf_at; u = u->next)
+    for (const of_update *u = call->first; u; u = u->next)
         if (u->in.step_at)
             steps[n++] = u->in.step_at;
-    return n == 0 || plan->host.gpu->count(plan->host.ctx, &first->in.stream, steps, n,
-                                           first->in.found_inf_at);
+    if (n == 0 || (!first->found_inf_at && of_queue_count_later(plan, &first->stream, steps, n)))
+        return true;
+    return plan->host.gpu->count(plan->host.ctx, &first->stream, steps, n, first->found_inf_at);
 }
 
 static size_t entries_of(const of_list *call, of_gpu_entry *entries) {
@@ -112,8 +86,7 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_gpu_entry *
     return plan->host.gpu->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }
 
-/* later: what is launched after this call. */
-static bool run(of_plan *plan, const of_list *call, const of_list *later) {
+static bool run(of_plan *plan, const of_list *call) {
     of_gpu_entry entries[CALL_ENTRIES];
     const of_update *first = call->first;
     const size_t n = entries_of(call, entries);
@@ -124,8 +97,7 @@ static bool run(of_plan *plan, const of_list *call, const of_list *later) {
         return false;
     if (first->kind->is_update && of_is_by_host(first))
         return of_apply(plan, call);
-    return count_steps(plan, call, later) && run_kernels(plan, call, entries, n) &&
-           subtract_flag(plan, call);
+    return run_kernels(plan, call, entries, n) && count_steps(plan, call);
 }
 
 /* Those that were pending stay in the registry, in flight. */
@@ -149,8 +121,10 @@ static void settle(of_plan *plan, of_list *call, of_list *done) {
 void of_gpu_launch(of_plan *plan, of_list *list, of_list *done) {
     while (list->first) {
         of_list call = take_call(list);
-        if (!run(plan, &call, list))
+        if (!run(plan, &call))
             of_plan_fail(plan);
         settle(plan, &call, done);
     }
+    if (plan->mode != OF_BACKWARD || !plan->passes) /* inside them stock has not counted yet */
+        of_count_steps(plan);
 }

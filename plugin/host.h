@@ -29,7 +29,7 @@ extern "C" {
 
 /* Keys: the memory of parameter, gradient, state, step counter and other counters; and of an
  * average. */
-enum { OF_ABI_VERSION = 19, OF_MAX_KEYS = 4 + OF_MAX_STATE };
+enum { OF_ABI_VERSION = 20, OF_MAX_KEYS = 4 + OF_MAX_STATE };
 
 /* The findings of collect(). */
 typedef enum of_found {
@@ -53,7 +53,8 @@ typedef struct of_inputs {
     of_stream ready;            /* where the inputs are complete: the current stream */
     of_stream stream;           /* where the update belongs: the same one; or, in backward
                                    mode, a side stream, which is made to wait for it */
-    float *step_at;             /* the state counter, if it is on the device; or NULL */
+    float *step_at;             /* the state's counter, if it is on the device; or NULL. Counted
+                                   when the backward pass ends at the latest: valid until then */
     const float *lr_at;         /* scalars on the device, as in of_gpu_update; or NULL. */
     const float *grad_scale_at; /* Nobody may change them until release() */
     const float *found_inf_at;

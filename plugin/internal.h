@@ -85,7 +85,6 @@ struct of_update {
     atomic_bool in_flight;
     of_update *next_in_flight;
     atomic_size_t holders; /* the list of what is to be released, a queue, and a slot */
-    bool counted;          /* its step counter on the device is that of this update */
     bool gone;             /* a scaling whose gradient nobody has any more */
     /* The factors of a scaling; or of an update whose gradient has one. Those of a scaling
      * that is registered belong to the registry's lock. */
@@ -152,6 +151,8 @@ typedef struct of_queue {
     size_t fenced; /* 0: no fence is out */
     unsigned uses; /* of what is in flight, since then */
     void *event;   /* for waits of other streams */
+    float **steps; /* counters of updates that were launched, which are to be counted */
+    size_t n_steps, steps_capacity;
 } of_queue;
 
 /* Scalars of the step value last asked for. */
@@ -259,7 +260,6 @@ static inline void of_list_remove(of_list *list, of_update *update) {
 /* Before collect(): all but the inputs. */
 static inline void of_update_clear(of_update *update) {
     update->in.references = update + 1;
-    update->counted = false;
     update->gone = false;
     update->n_factors = 0;
     update->factors[0] = update->factors[1] = 1.0;
@@ -343,6 +343,11 @@ of_status of_await_pending(of_plan *plan);
 /* queue.c: with plan->lock held */
 /* Puts a launched update in flight; false: no memory. */
 bool of_queue_add(of_plan *plan, of_update *update);
+/* Has the step counters of launched updates counted on their stream; false: no memory. */
+bool of_queue_count_later(of_plan *plan, const of_stream *stream, float *const *steps, size_t n);
+/* Counts them now: at the end of a pass, of step() and of each launch outside of both, and where
+ * somebody may read them. */
+void of_count_steps(of_plan *plan);
 /* Makes `after` wait for all that is on `before` now. */
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);
 /* Makes the current streams wait for what is in flight on others. */

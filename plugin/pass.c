@@ -324,6 +324,7 @@ void of_pass_abandon(of_pass *pass) {
     if (!pass->over)
         leave(pass, true);
     drop_waiting(pass);
+    of_count_steps(pass->plan);
     pthread_mutex_unlock(&pass->plan->lock);
 }
 

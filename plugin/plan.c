@@ -186,6 +186,7 @@ static bool empty(of_plan *plan) {
         of_discard_pending(plan, &done);
     drop_missing(plan, &done);
     of_launch_pending(plan, OF_SCALINGS, &done);
+    of_count_steps(plan);
     const bool drained = of_queues_drain(plan);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;

@@ -5,8 +5,12 @@
  * that is on its stream by then; with one stream, as nearly always, nobody
  * does. To learn that updates have been done, step() leaves one event, the fence,
  * behind those in flight, or the next use of one of them does; every later step()
- * asks for it, and such uses now and then. */
+ * asks for it, and such uses now and then.
+ *
+ * Step counters on the device are counted here, too, behind all updates of a backward pass or
+ * step(): one launch a stream. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "internal.h"
 
@@ -53,6 +57,34 @@ bool of_queue_add(of_plan *plan, of_update *update) {
     queue->count++;
     update->in_flight = true;
     return true;
+}
+
+bool of_queue_count_later(of_plan *plan, const of_stream *stream, float *const *steps, size_t n) {
+    of_queue *queue = queue_of(plan, stream);
+    if (!queue)
+        return false;
+    if (queue->n_steps + n > queue->steps_capacity) {
+        const size_t capacity = 2 * queue->steps_capacity + n;
+        float **grown = realloc(queue->steps, capacity * sizeof *grown);
+        if (!grown)
+            return false;
+        queue->steps = grown;
+        queue->steps_capacity = capacity;
+    }
+    memcpy(queue->steps + queue->n_steps, steps, n * sizeof *steps);
+    queue->n_steps += n;
+    return true;
+}
+
+void of_count_steps(of_plan *plan) {
+    for (size_t i = 0; i < plan->n_queues; i++) {
+        of_queue *queue = &plan->queues[i];
+        const size_t n = queue->n_steps;
+        queue->n_steps = 0;
+        if (n > 0 &&
+            !plan->host.gpu->count(plan->host.ctx, &queue->stream, queue->steps, n, NULL))
+            of_plan_fail(plan);
+    }
 }
 
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after) {
@@ -143,6 +175,7 @@ void of_queues_fence(of_plan *plan) {
 static void close_queue(of_plan *plan, of_queue *queue) {
     void *const events[] = {queue->fence, queue->event};
     forget(plan, queue, queue->count, false);
+    free(queue->steps);
     for (size_t i = 0; i < 2; i++)
         if (events[i])
             plan->host.gpu->destroy(plan->host.ctx, events[i]);

@@ -7,6 +7,6 @@ extern "C" __global__ void of_cuda_advance_steps(OF_CUDA_ARGUMENT(of_cuda_steps)
     const uint64_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= steps.n)
         return;
-    const float step = *steps.step[i];
-    *steps.step[i] = steps.less_at ? step - *steps.less_at : step + 1.0f;
+    const float step = *steps.step[i] + 1.0f;
+    *steps.step[i] = steps.less_at ? step - *steps.less_at : step;
 }

@@ -10,7 +10,7 @@ extern "C" __global__ void of_cuda_asgd_next(OF_CUDA_ARGUMENT(of_cuda_numbers) n
     if (i >= numbers.n)
         return;
     const asgd_schedule of = {numbers.lr, numbers.growth, numbers.alpha, numbers.t0};
-    const float step = *numbers.at[i].step;
+    const float step = *numbers.at[i].step + 1.0f;
     *numbers.at[i].eta = asgd_next_eta(&of, step);
     *numbers.at[i].mu = asgd_next_mu(&of, step);
 }

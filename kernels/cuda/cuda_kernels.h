@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 12 };
+enum { OF_CUDA_ABI_VERSION = 13 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -58,8 +58,8 @@ OF_CUDA_API of_cuda_status of_cuda_check_loaded(const of_gpu_update *update);
 OF_CUDA_API of_cuda_status of_cuda_launch(const of_gpu_update *update,
                                           const of_gpu_entry *entries, size_t n_entries);
 
-/* Adds 1 to n_steps step counts on the device, before the updates that read them. With less_at
- * subtracts *less_at: of_gpu_update.found_inf_at, behind the updates, whatever is there. */
+/* Adds 1 to n_steps step counts on the device, behind the updates that read them. With less_at,
+ * which is of_gpu_update.found_inf_at, then subtracts *less_at, whatever is there. */
 OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
                                            const float *less_at, int device, void *stream);
 

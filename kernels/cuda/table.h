@@ -86,7 +86,7 @@ typedef struct of_cuda_numbers {
     double lr, growth, alpha, t0;
     uint64_t n;
     struct {
-        const float *step; /* which has been counted */
+        const float *step; /* of the update before this one */
         float *eta, *mu;
     } at[OF_CUDA_NUMBERS];
 } of_cuda_numbers;

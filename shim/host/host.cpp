@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "base/compat.h"
 #include "base/device.h"
@@ -20,6 +21,7 @@
 #include "memory/written.h"
 #include "plan/plan.h"
 #include "plan/references.h"
+#include "plan/refuse.h"
 #include "python/log.h"
 
 namespace optfuse {
@@ -101,8 +103,10 @@ void commit(void *, of_inputs *in) {
 // Whether nobody else holds the storages of its parts: the parameter's comes first.
 bool are_private(const References *refs) {
     bool are = is_private(refs->storages[0].get(), 1 + refs->slot->aliases.size());
-    for (size_t i = 1; are && i < refs->n; i++)
-        are = is_private(refs->storages[i].get(), 1);
+    for (size_t i = 1; are && i < refs->n; i++) {
+        c10::StorageImpl *part = refs->storages[i].get();
+        are = is_private(part, part == refs->slot->counted.unsafeGetStorageImpl() ? 2 : 1);
+    }
     return are;
 }
 
@@ -223,6 +227,13 @@ void lift_seals(const References *refs) {
     }
 }
 
+// The end of the pass writes it, and a hook may drop the counter before.
+void keep_counter(References *refs) {
+    Slot *slot = refs->slot;
+    if (step_is_on_gpu(slot))
+        refs->on_gpu->old_counted = std::exchange(slot->counted, slot->step.storage());
+}
+
 } // namespace
 
 void settle(void *, void *opaque, bool was_deferred) {
@@ -235,8 +246,11 @@ void settle(void *, void *opaque, bool was_deferred) {
         refs->slot->marked_average = WeakTensor(refs->behind->average.getIntrusivePtr());
     if (refs->on_gpu && was_deferred)
         record_all(refs);
-    else if (refs->on_gpu && refs->consumes) // the gradient dies behind it, not with its owner
+    else if (refs->on_gpu && refs->consumes) {
+        // The gradient dies behind it, not with its owner.
         record_on_stream(storage_of(refs->grad), refs->on_gpu->ready);
+        keep_counter(refs);
+    }
 }
 
 namespace {

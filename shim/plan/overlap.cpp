@@ -37,6 +37,8 @@ const std::vector<Written> &written_by(Plan *plan) {
             add_written(&all, slot, state, Written::STATE);
         for (const at::Tensor &state : slot->own)
             add_written(&all, slot, state, Written::STATE);
+        if (step_is_on_gpu(slot))
+            add_written(&all, slot, slot->step, Written::STATE);
         if (writes_gradient(slot))
             add_written(&all, slot, gradient_of(slot->param), Written::GRADIENT);
     }

@@ -104,6 +104,7 @@ struct Slot : UsualSlot {
     std::string label; // how errors name the parameter
     at::Tensor counters[OF_MAX_COUNTERS]; // the rule's other 0-dim state, on the CPU or, if
                                           // of_rule.counts_on_gpu, the parameter's GPU
+    c10::Storage counted; // backward mode: of a counter on a GPU, as the last update had it
     // The tensors of the state that an update by the host uses, in the order of the native update if
     // there is one.
     std::vector<at::Tensor> own;

@@ -84,6 +84,7 @@ struct OnGpu {
     of_stream stream;      // where the update runs if it was deferred,
     of_stream ready;       // and if not
     at::Tensor scalars[4]; // device scalars that it reads: copies, and the factor
+    c10::Storage old_counted = {}; // as References::old_grad
 };
 
 struct References {

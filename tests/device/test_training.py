@@ -206,23 +206,53 @@ def test_a_small_model_is_updated_by_one_launch(mode):
             loss_of(model, 2)
 
     names = gpu.kernels(work)
-    assert names == ["of_cuda_advance_steps", "of_cuda_adam_float32_3_small"], names
+    assert names == ["of_cuda_adam_float32_3_small", "of_cuda_advance_steps"], names
 
 
-def test_steps_are_counted_once_a_step_and_not_with_each_bucket():
-    model = net()
-    optimizer = optfuse.fuse(adamw(model.parameters()), bucket_bytes=1)
-    train(model, optimizer, 0)
-    optfuse.flush(optimizer)
+# GPT-2's parameters, with a 64th of their elements, in the order of the model.
+WIDTH = 768 // 8
+LAYER_NORM = [WIDTH // 8] * 2
+BLOCK = [
+    *LAYER_NORM, WIDTH * 3 * WIDTH, 3 * WIDTH // 8, WIDTH * WIDTH, WIDTH // 8,
+    *LAYER_NORM, WIDTH * 4 * WIDTH, 4 * WIDTH // 8, 4 * WIDTH * WIDTH, WIDTH // 8,
+]  # fmt: skip
+GPT2 = [50257 * WIDTH // 8, 1024 * WIDTH // 8, *12 * BLOCK, *LAYER_NORM]
+DEFAULT_BUCKET = 4 << 20
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_backward_of_gpt2_takes_39_launches(guarded):
+    """38 buckets, and one launch for all step counters; with a flag for overflows each bucket
+    has its own, since the flag may change."""
+    params = [torch.nn.Parameter(torch.ones(n, device=NAME)) for n in GPT2]
+    optimizer = adamw(params, capturable=True)
+    if guarded:
+        optimizer.found_inf = torch.zeros((), device=NAME)
+    optfuse.fuse(optimizer, "backward", bucket_bytes=DEFAULT_BUCKET // 64)
 
     def work():
-        train(model, optimizer, 1)
-        with torch.no_grad():
-            loss_of(model, 2)
+        optimizer.zero_grad()
+        torch.autograd.backward([p.neg() for p in params], [torch.ones_like(p) for p in params])
+        optimizer.step()
 
+    work()
     names = gpu.kernels(work)
-    assert names.count("of_cuda_advance_steps") == 1, names
-    assert names.count("of_cuda_adam_float32_3_small") == len(list(model.parameters())), names
+    assert names.count("of_cuda_advance_steps") == (38 if guarded else 1)
+    assert len(names) == (76 if guarded else 39), names
+
+
+@in_order("backward")
+def test_counters_that_a_hook_reads_inside_backward(wrap):
+    """As in stock they are those of the last step(); saving the optimizer has them counted."""
+    model = net()
+    optimizer = wrap(adamw(model.parameters()), bucket_bytes=1)
+    first, last = [*model.parameters()][-1], next(model.parameters())
+    seen = []
+    last.register_hook(lambda _: seen.append(optimizer.state[first]["step"].clone()))
+    for i in range(3):
+        train(model, optimizer, i)
+        yield "in the hook", seen[1:]  # at first stock has no state
+        yield "after it", [optimizer.state[p]["step"].clone() for p in model.parameters()]
 
 
 @in_order(*MODES)

@@ -80,6 +80,14 @@ static size_t random_length(uint64_t *random) {
     }
 }
 
+// The counter is that of the update before.
+static const float *upload_step(const tensor *t, size_t index) {
+    const float before = t->step - 1.0f;
+    float *at = device_scalars + SCALARS + index;
+    GPU(cudaMemcpy(at, &before, sizeof before, cudaMemcpyHostToDevice));
+    return at;
+}
+
 static of_gpu_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used, size_t index,
                             uint64_t *random) {
     static const double steps[] = {1, 2, 17, 1000};
@@ -107,10 +115,8 @@ static of_gpu_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used,
         entry.state[i] = at[2 + i];
     entry.n = n;
     entry.step = t->step;
-    if (random_next(random) % 2) {
-        entry.step_at = device_scalars + SCALARS + index;
-        GPU(cudaMemcpy(device_scalars + SCALARS + index, &t->step, 4, cudaMemcpyHostToDevice));
-    }
+    if (random_next(random) % 2)
+        entry.step_at = upload_step(t, index);
     return entry;
 }
 
@@ -122,8 +128,7 @@ static void upload_numbers(tensor *t, of_gpu_entry *entry, size_t index, uint64_
     GPU(cudaMemcpy(t->numbers_at, t->numbers, sizeof t->numbers, cudaMemcpyHostToDevice));
     for (int i = 0; i < ASGD_N_COUNTERS; i++)
         entry->numbers_at[i] = t->numbers_at + i;
-    entry->step_at = device_scalars + SCALARS + index;
-    GPU(cudaMemcpy(device_scalars + SCALARS + index, &t->step, 4, cudaMemcpyHostToDevice));
+    entry->step_at = upload_step(t, index);
 }
 
 // The scalars of a rule that has them prepared: one set for all tensors of a launch.

@@ -103,7 +103,7 @@ static void use_all(const of_gpu_update *update, const of_gpu_entry *entry, int 
     fake_timeline_access(&device.timeline, stream, entry->grad, false, "the update");
     if (entry->step_at) {
         fake_timeline_access(&device.timeline, stream, entry->step_at, false, "the update");
-        ck_assert_double_eq((double)*entry->step_at, entry->step);
+        ck_assert_double_eq((double)*entry->step_at + 1, entry->step);
     }
     for (size_t i = 0; i < OF_MAX_STATE; i++)
         if (entry->state[i])
@@ -161,7 +161,8 @@ static bool count(void *ctx, const of_stream *stream, float *const *steps, size_
     device.counts++;
     for (size_t i = 0; i < n; i++) {
         fake_timeline_access(&device.timeline, (int)stream->id, steps[i], true, "the count");
-        *steps[i] += less_at ? -*less_at : 1.0f;
+        *steps[i] += 1.0f;
+        *steps[i] -= less_at ? *less_at : 0.0f;
     }
     return true;
 }

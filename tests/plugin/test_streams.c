@@ -128,27 +128,90 @@ FORWARD_THERE(neighbours_are_launched_together_up_to_the_bucket, 4000) {
     ck_assert_uint_eq(counts(f).pending, 2);
 }
 
-FORWARD_THERE(one_launch_counts_the_steps_of_all_buckets, 2000) {
-    enum { N = 8 };
-    static float steps[N];
-    for (int i = 0; i < N; i++) {
+static void gradient_on(int stream, fixture *f, size_t i) {
+    device.current = stream;
+    gradient(f, &f->twins[i]);
+}
+
+/* Counters on the device, of four buckets. */
+enum { COUNTED = 8 };
+static float steps[COUNTED];
+
+static void add_counted(fixture *f) {
+    for (int i = 0; i < COUNTED; i++) {
         steps[i] = 0;
-        add_on_device(f, 250, (size_t)i % 2)->tensor->step_at = &steps[i];
-    }
-    for (int round = 1; round <= 3; round++) {
-        go_to_stream(round - 1);
-        train(f);
-        use_there(&f->twins[4]);
-        ck_assert_int_eq(device.counts, round);
-        use_all(f, false);
-        ck_assert_int_eq(device.counts, round);
-        ck_assert_int_ge(device.launches, 4 * round);
-        for (int i = 0; i < N; i++)
-            ck_assert_double_eq((double)steps[i], round);
-        device.current = 0;
-        use_all(f, false);
+        add_on_device(f, 250, 0)->tensor->step_at = &steps[i];
     }
 }
+
+/* All that had a gradient, by so many launches since the start. */
+static void expect_counted(const fixture *f, int launches) {
+    ck_assert_int_eq(device.counts, launches);
+    for (size_t i = 0; i < COUNTED; i++)
+        ck_assert_double_eq((double)steps[i], f->twins[i].step);
+}
+
+BACKWARD_THERE(one_launch_counts_the_steps_of_a_pass, 2000) {
+    add_counted(f);
+    for (int round = 1; round <= 3; round++) {
+        for (int i = COUNTED - 1; i >= round % 2; i--) /* of some the last has no gradient */
+            gradient(f, &f->twins[i]);
+        ck_assert_int_eq(device.counts, round - 1);
+        ck_assert_double_eq((double)steps[COUNTED - 1], round - 1);
+        OK(end_pass(f));
+        ck_assert_int_eq(device.launches, 4 * round);
+        expect_counted(f, round);
+        f->twins[0].tensor->grad = NULL;
+        step(f);
+        expect_counted(f, round);
+    }
+}
+
+BACKWARD_THERE(the_steps_of_each_stream_are_counted_there, 2000) {
+    add_counted(f);
+    for (size_t i = 0; i < COUNTED; i++)
+        gradient_on((int)i % 2, f, i);
+    device.current = 0;
+    OK(end_pass(f));
+    expect_counted(f, 2);
+    fake_timeline_wait(&device.timeline, 0, 1);
+    step(f);
+}
+
+BACKWARD_THERE(a_pass_that_fails_leaves_no_step_uncounted, 2000) {
+    add_counted(f);
+    for (size_t i = 0; i < 2; i++)
+        gradient(f, &f->twins[i]);
+    of_pass_abandon(f->pass);
+    expect_counted(f, 1);
+    step(f);
+}
+
+/* Somebody who saves the optimizer, for example. */
+BACKWARD_THERE(a_flush_in_a_pass_counts_what_was_launched, 2000) {
+    add_counted(f);
+    gradient(f, &f->twins[0]);
+    gradient(f, &f->twins[1]);
+    OK(of_plan_flush(f->plan));
+    expect_counted(f, 1);
+    for (size_t i = 2; i < COUNTED; i++)
+        gradient(f, &f->twins[i]);
+    OK(end_pass(f));
+    expect_counted(f, 2);
+    step(f);
+}
+
+/* Python code of another parameter's hook may call it. */
+BACKWARD_THERE(a_step_inside_a_pass_counts_its_own, OF_BUCKET_NONE) {
+    add_counted(f);
+    of_pass *pass = begin_pass(f);
+    backward_expected(f);
+    step_only(f);
+    expect_counted(f, 1);
+    of_pass_abandon(pass);
+    of_pass_release(pass);
+}
+
 
 BACKWARD_THERE(other_hyper_parameters_take_another_launch, 8 * 400) {
     for (int i = 0; i < 8; i++)
@@ -219,11 +282,6 @@ BACKWARD_THERE(backward_is_joined_by_its_caller_and_nothing_stays_in_flight, 0) 
     ck_assert_uint_eq(counts(f).in_flight, 0);
     step(f);
     use_all(f, true);
-}
-
-static void gradient_on(int stream, fixture *f, size_t i) {
-    device.current = stream;
-    gradient(f, &f->twins[i]);
 }
 
 BACKWARD_THERE(gradients_of_two_streams_wait_apart, 2000) {

@@ -105,7 +105,7 @@ static void fill_numbers(batch *b, size_t i, uint64_t *random) {
     t->numbers[asgd_mu] = (float)pick(random, mus, 4);
     memcpy(t->wanted_numbers, t->numbers, sizeof t->numbers);
     t->step_on_device = true;
-    entry->step_at = &t->step;
+    entry->step_at = &t->step_before;
     for (int k = 0; k < ASGD_N_COUNTERS; k++)
         entry->numbers_at[k] = &t->numbers[k];
 }
@@ -140,6 +140,7 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     arrays_copy(&t->mine, &t->wanted);
     t->step = random_next(random) % 2 ? (float)pick(random, steps, 4)
                                       : (float)(1 + random_next(random) % 2000);
+    t->step_before = t->step - 1.0f;
     /* Seldom another than the last one: each change takes a launch. */
     t->step_on_device = i ? b->tensors[i - 1].step_on_device : random_next(random) & 1;
     if (random_next(random) % 1000 == 0 || (b->n < LONG_TENSORS && random_next(random) % 8 == 0))
@@ -147,7 +148,7 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     *entry = (of_gpu_entry){.param = t->mine.at[0],
                              .grad = t->mine.at[1],
                              .n = n,
-                             .step_at = t->step_on_device ? &t->step : NULL,
+                             .step_at = t->step_on_device ? &t->step_before : NULL,
                              .step = t->step_on_device ? NAN : t->step};
     for (int k = 0; k < OF_MAX_STATE; k++)
         entry->state[k] = t->mine.at[2 + k];

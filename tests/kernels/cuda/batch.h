@@ -12,7 +12,8 @@ enum { MOST_TENSORS = 1300, MOST_LENGTH = 40000, LONG_TENSORS = 24, SHORT_LENGTH
 
 typedef struct batch_tensor {
     arrays mine, wanted;
-    float step; /* read by the kernel where steps are on the device */
+    float step;
+    float step_before; /* read by the kernel where steps are on the device */
     bool step_on_device;
     float numbers[OF_MAX_COUNTERS], wanted_numbers[OF_MAX_COUNTERS]; /* "on the device" */
 } batch_tensor;
