@@ -39,7 +39,7 @@ static bool can_reap(const of_update *update, const of_stream *user) {
 static of_accessed use_on_device(of_plan *plan, of_update *update, of_list *done) {
     const of_stream user = plan->host.gpu->current(plan->host.ctx, update->in.stream.device);
     if (update->in_flight && can_reap(update, &user)) /* in a capture it is refused, if not done */
-        of_queues_reap(plan, user.capture == 0);
+        of_queues_reap(plan);
     if (!update->pending && !update->in_flight)
         return OF_NOTHING_PENDING;
     if (!may_use(update, &user))

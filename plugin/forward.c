@@ -10,7 +10,7 @@ static of_status begin(of_plan *plan) {
     pthread_mutex_lock(&plan->lock);
     of_passes_forget(plan);
     if (OF_GUARD(rearm))
-        of_queues_reap(plan, false); /* what is created now is marked anew */
+        of_queues_reap(plan); /* what is created now is marked anew */
     pthread_mutex_unlock(&plan->lock);
     return status;
 }

@@ -3,10 +3,11 @@
  * device that works on its own, in streams.
  *
  * An update belongs to the stream that is current when it is created, its home stream, and is
- * launched there, however late. The user's own synchronisation may have come before the launch,
- * and does not order other streams after it. So an update that was left pending stays in the
- * registry after its launch, in flight, until the device is known to have done it: a stream
- * that uses its memory meanwhile is made to wait for the home stream.
+ * launched there: by step(), or in a backward pass. A scaling of a gradient, and an update that is
+ * left pending inside a pass, are launched later: the user's own synchronisation may have come
+ * before, and does not order other streams after it. So they stay in the registry, in flight,
+ * until the device is known to have done them: a stream that uses their memory meanwhile is made
+ * to wait for the home stream.
  */
 #ifndef OPTFUSE_GPU_HOST_H
 #define OPTFUSE_GPU_HOST_H
@@ -58,10 +59,6 @@ typedef struct of_gpu_host {
     /* Blocks the calling thread until it is. */
     bool (*synchronize)(void *ctx, void *event);
     void (*destroy)(void *ctx, void *event);
-    /* optional: a use of the plan's memory has found that a device has done the last update of
-     * this slot. The registry has no update of `key`, the parameter's memory, any more: the
-     * host can take back what defer() did. On any thread. */
-    void (*finished)(void *ctx, void *tensor, const void *key);
 } of_gpu_host;
 
 #ifdef __cplusplus

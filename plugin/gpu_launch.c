@@ -86,6 +86,11 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_gpu_entry *
     return plan->host.gpu->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }
 
+static void end_reading(const of_list *call) {
+    for (const of_update *u = call->first; u && call->first->in.factor_at; u = u->next)
+        of_registry_end_reading(u->in.grad_key);
+}
+
 static bool run(of_plan *plan, const of_list *call) {
     of_gpu_entry entries[CALL_ENTRIES];
     const of_update *first = call->first;
@@ -97,7 +102,11 @@ static bool run(of_plan *plan, const of_list *call) {
         return false;
     if (first->kind->is_update && of_is_by_host(first))
         return of_apply(plan, call);
-    return run_kernels(plan, call, entries, n) && count_steps(plan, call);
+    if (!run_kernels(plan, call, entries, n) || !count_steps(plan, call))
+        return false;
+    if (first->kind->is_update)
+        end_reading(call);
+    return true;
 }
 
 /* Those that were pending stay in the registry, in flight. */

@@ -216,8 +216,7 @@ typedef struct of_host {
     /* optional, for hosts whose defer() makes uses of the memory fail that come past its marks.
      * Called where memory order is weak (fence.h), before settle() of what was deferred: lifts
      * that, and no mark. Every thread passes a fence before this, and another one between this and
-     * settle(), which lifts what is left. What stays in flight on a device comes to settle() alone,
-     * and every thread passes a fence before of_gpu_host.finished(). */
+     * settle(), which lifts what is left. What stays in flight on a device comes to settle() alone. */
     void (*unseal)(void *ctx, void *references);
     /* Drops the references. */
     void (*release)(void *ctx, void *references);

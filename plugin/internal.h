@@ -94,7 +94,7 @@ struct of_update {
     of_scale_fn *scale;      /* of a scaling on the CPU */
     float norm;              /* of a scaling: see of_scale_factors() */
     unsigned floating;       /* floating.h: of the thread that created it, as its launch has it */
-    const of_update *reader; /* of a scaling on a device: the last that was given its factor */
+    atomic_uint readers; /* of a scaling's factor, on a device: updates not launched yet */
     alignas(16) unsigned char scalars[OF_MAX_SCALARS];
     /* the host's reference_bytes follow */
 };
@@ -149,7 +149,6 @@ typedef struct of_queue {
     size_t count;
     void *fence;   /* event behind the first `fenced` of them; the host's */
     size_t fenced; /* 0: no fence is out */
-    unsigned uses; /* of what is in flight, since then */
     void *event;   /* for waits of other streams */
     float **steps; /* counters of updates that were launched, which are to be counted */
     size_t n_steps, steps_capacity;
@@ -263,7 +262,7 @@ static inline void of_update_clear(of_update *update) {
     update->gone = false;
     update->n_factors = 0;
     update->factors[0] = update->factors[1] = 1.0;
-    update->reader = NULL;
+    atomic_init(&update->readers, 0);
     update->average.program = NULL;
     update->floating = of_floating_now();
 }
@@ -301,9 +300,7 @@ void of_registry_take(int kind, const void *key);
 /* The update with this key, with a reference to its plan; or NULL. */
 of_update *of_registry_find(int kind, const void *key);
 bool of_registry_has_updates(void); /* no lock */
-bool of_registry_has(const void *key);
-/* Whether this update is in flight, and still the last that has this key. */
-bool of_registry_is_in_flight(const void *key, const of_update *update);
+void of_registry_end_reading(const void *key); /* of the scaling there, if there is one */
 /* Whether an update of another plan has this key and is not in flight. */
 bool of_registry_waits_elsewhere(const void *key, const of_plan *plan);
 /* Adds one to the scaling there; false: there is none, or it has no room. */
@@ -352,8 +349,7 @@ void of_count_steps(of_plan *plan);
 bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *after);
 /* Makes the current streams wait for what is in flight on others. */
 bool of_queues_join(of_plan *plan);
-/* Forgets what is known to be done. at_use: asks only now and then, and tells the host. */
-void of_queues_reap(of_plan *plan, bool at_use);
+void of_queues_reap(of_plan *plan); /* forgets what is known to be done */
 void of_queues_fence(of_plan *plan);  /* lets that be known of all that is in flight */
 void of_queues_forget(of_plan *plan); /* forgets all: joined at the end of backward */
 /* Waits for the devices, then forgets all; false: they can't be waited for, and all stays. */

@@ -139,7 +139,7 @@ static bool goes_with(const of_update *first, of_update *u) {
     if (u->in.device != first->in.device)
         return false;
     if (u->in.device != OF_CPU)
-        return of_stream_equal(&u->in.stream, &first->in.stream) && !of_is_missing(u->plan, u);
+        return of_stream_equal(&u->in.stream, &first->in.stream);
     return !of_is_by_host(u) && first->in.numel < OF_SERIAL_ELEMENTS &&
            u->in.numel < OF_SERIAL_ELEMENTS && !(u->in.awaits && of_is_missing(u->plan, u));
 }

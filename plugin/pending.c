@@ -38,14 +38,11 @@ static of_entered enter(of_plan *plan, of_update *update, size_t n, of_list *bat
     }
 }
 
-/* An update that a graph captures must be in the graph when step() returns. */
-static bool is_captured_step(const of_plan *plan, const of_update *update) {
-    return plan->mode == OF_FORWARD && update->in.stream.capture != 0 && OF_GUARD(capture);
-}
-
+/* Whatever is on a device when step() ends is launched by step(): no cache gains by waiting for the
+ * first use, and a graph that is being captured must have the update. */
 static bool may_wait(const of_plan *plan, const of_update *update) {
     return !plan->stopped && !plan->slots[update->slot].eager && update->in.n_keys != 0 &&
-           !is_captured_step(plan, update);
+           (update->in.device == OF_CPU || plan->mode != OF_FORWARD);
 }
 
 /* An exclusive one is created later, and for a gradient that is on its way the lock may be let
@@ -61,6 +58,8 @@ of_update *of_enter_run(of_update *first) {
     const of_update *behind = first;
     for (int n = 0; n < LONGEST_RUN && behind && is_fit_for_run(first->plan, behind); n++)
         behind = behind->next;
+    if (behind == first)
+        return first->next;
     of_update *end = of_registry_add_run(first, behind);
     return end == first ? first->next : end;
 }

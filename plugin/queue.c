@@ -5,7 +5,7 @@
  * that is on its stream by then; with one stream, as nearly always, nobody
  * does. To learn that updates have been done, step() leaves one event, the fence,
  * behind those in flight, or the next use of one of them does; every later step()
- * asks for it, and such uses now and then.
+ * and such use asks for it.
  *
  * Step counters on the device are counted here, too, behind all updates of a backward pass or
  * step(): one launch a stream. */
@@ -114,16 +114,9 @@ bool of_queues_join(of_plan *plan) {
     return true;
 }
 
-/* If a later update has the key, the host's mark belongs to that update. */
-static void tell_finished(of_plan *plan, const of_update *update) {
-    const void *key = update->in.keys[0];
-    if (plan->host.gpu->finished && update->kind->is_update && !of_registry_has(key))
-        plan->host.gpu->finished(plan->host.ctx, plan->slots[update->slot].tensor, key);
-}
-
 /* Forgets the n oldest. Their seals have gone at the launch, and from here on their marks go:
  * fence.h. */
-static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
+static void forget(of_queue *queue, size_t n) {
     if (n > 0)
         of_order_marks();
     of_registry_remove_in_flight(queue->first, n);
@@ -131,8 +124,6 @@ static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
         of_update *update = queue->first;
         queue->first = update->next_in_flight;
         queue->count--;
-        if (tell)
-            tell_finished(plan, update);
         update->in_flight = false;
         of_update_drop(update);
     }
@@ -143,23 +134,14 @@ static void forget(of_plan *plan, of_queue *queue, size_t n, bool tell) {
 /* A fence that is out is not recorded again, or the device might never reach it. */
 static void fence(of_plan *plan, of_queue *queue) {
     if (queue->count && plan->host.gpu->record(plan->host.ctx, &queue->stream, &queue->fence))
-        queue->fenced = queue->count, queue->uses = 0;
+        queue->fenced = queue->count;
 }
 
-/* To query an event costs the host as much as a use of memory in flight, and each weight is
- * used several times while a device is busy. */
-static bool is_passed(const of_plan *plan, of_queue *queue, bool at_use) {
-    enum { USES_A_LOOK = 8 };
-    if (at_use && queue->uses++ % USES_A_LOOK != 0)
-        return false;
-    return plan->host.gpu->is_done(plan->host.ctx, queue->fence);
-}
-
-void of_queues_reap(of_plan *plan, bool at_use) {
+void of_queues_reap(of_plan *plan) {
     for (size_t i = 0; i < plan->n_queues; i++) {
         of_queue *queue = &plan->queues[i];
-        if (queue->fenced && is_passed(plan, queue, at_use)) {
-            forget(plan, queue, queue->fenced, at_use);
+        if (queue->fenced && plan->host.gpu->is_done(plan->host.ctx, queue->fence)) {
+            forget(queue, queue->fenced);
             queue->fenced = 0;
         }
         if (!queue->fenced)
@@ -174,7 +156,7 @@ void of_queues_fence(of_plan *plan) {
 
 static void close_queue(of_plan *plan, of_queue *queue) {
     void *const events[] = {queue->fence, queue->event};
-    forget(plan, queue, queue->count, false);
+    forget(queue, queue->count);
     free(queue->steps);
     for (size_t i = 0; i < 2; i++)
         if (events[i])

@@ -360,7 +360,7 @@ bool of_is_scaled(const void *key) {
     return of_any_scaled() && of_scale_factors(key, factors, &norm) != 0;
 }
 
-bool of_registry_has(const void *key) {
+static bool has(const void *key) {
     pthread_mutex_lock(&lock);
     const bool has = find(OF_UPDATES, key);
     pthread_mutex_unlock(&lock);
@@ -368,15 +368,15 @@ bool of_registry_has(const void *key) {
 }
 
 bool of_is_pending(const void *key) {
-    return of_any_pending() && of_registry_has(key);
+    return of_any_pending() && has(key);
 }
 
-bool of_registry_is_in_flight(const void *key, const of_update *update) {
+void of_registry_end_reading(const void *key) {
     pthread_mutex_lock(&lock);
-    const entry *at = find(OF_UPDATES, key);
-    const bool is = at && at->update == update && update->in_flight;
+    const entry *at = find(OF_SCALINGS, key);
+    if (at)
+        atomic_fetch_sub(&at->update->readers, 1);
     pthread_mutex_unlock(&lock);
-    return is;
 }
 
 bool of_registry_waits_elsewhere(const void *key, const of_plan *plan) {

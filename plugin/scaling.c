@@ -31,12 +31,6 @@ static void multiply(const of_update *scaling, size_t begin, size_t end, bool pa
     scaling->scale(gradient, gradient, end - begin, scaling->factors);
 }
 
-/* Whether no update has to read the gradient first. An update that was given the factor may
- * not even be registered yet. */
-static bool has_no_reader(const of_update *u) {
-    return !u->reader || of_registry_is_in_flight(u->in.keys[0], u->reader);
-}
-
 /* On a device a launch is expensive. So the first look at one gradient multiplies the others of
  * its stream, too: they are likely to be looked at next, and stock multiplies all at once. */
 static void launch_with_others(of_plan *plan, of_update *first, of_list *done) {
@@ -47,7 +41,7 @@ static void launch_with_others(of_plan *plan, of_update *first, of_list *done) {
     }
     for (of_update *u = plan->pending[OF_SCALINGS].first, *next; u; u = next) {
         next = u->next;
-        if (u != first && (u->in.device == OF_CPU || !has_no_reader(u) ||
+        if (u != first && (u->in.device == OF_CPU || atomic_load(&u->readers) ||
                            !of_stream_equal(&u->in.stream, &first->in.stream)))
             continue;
         prepare(plan, u);
@@ -100,7 +94,7 @@ void of_scaling_share(of_plan *plan, of_update *update) {
     if (scaling->pending && of_stream_equal(&scaling->in.stream, &update->in.ready) &&
         OF_GUARD(factors)) {
         update->in.factor_at = scaling->in.factor_at;
-        scaling->reader = update;
+        atomic_fetch_add(&scaling->readers, 1);
         plan->host.scaling->share_factor(plan->host.ctx, update->in.references,
                                          scaling->in.references);
     }

@@ -10,10 +10,9 @@
 #include "element.cuh"
 #include "table.h"
 
-// One on the device is counted behind the update (of_cuda_advance()).
 OF_DEVICE_FN float of_step(const of_cuda_common &common, uint64_t word) {
     if (common.steps_on_device)
-        return *reinterpret_cast<const float *>(word) + 1.0f;
+        return *reinterpret_cast<const float *>(word) + 1.0f; // it is counted behind the update
 #ifdef __CUDACC__
     return __uint_as_float(static_cast<unsigned>(word));
 #else

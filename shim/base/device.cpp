@@ -176,7 +176,7 @@ thread_local of_stream *steady_stream = nullptr;
 } // namespace
 
 const of_gpu_host gpu_functions = {sizeof(of_gpu_host), current, exchange,    count,   launch, record,
-                                   wait,                is_done, synchronize, destroy, nullptr};
+                                   wait,                is_done, synchronize, destroy};
 
 c10::DeviceType gpu_type() {
 #ifdef OF_TEST_GUARDS

@@ -48,7 +48,7 @@ struct Relaxed : Pinned {
     }
 };
 
-// device.cpp: without finished(), which is host/host.cpp's
+// device.cpp
 extern const of_gpu_host gpu_functions;
 of_stream current_stream(int ordinal);
 // CUDA's own handle of it.

@@ -23,8 +23,6 @@ typedef struct of_shim_fuse_options {
     size_t accumulate;   /* of_plan_options.passes */
     size_t bucket_bytes; /* of_plan_options.bucket_bytes, of all devices; 0: the default */
     bool strict;         /* refuse other bits than docs/cxx.md says */
-    bool defer_on_gpu;   /* OF_FORWARD: leave updates on GPUs pending, which replays of CUDA
-                            graphs do not launch */
 } of_shim_fuse_options;
 
 /* optimizer: a torch::optim::Optimizer *, borrowed. The caller owns *out. */

@@ -29,8 +29,7 @@
 namespace optfuse {
 
 enum class Mode {
-    forward, // step() leaves updates pending until the first use of each parameter; on GPUs
-             // with Options::defer_on_gpu only
+    forward, // on the CPU step() leaves updates pending until the first use of each parameter
     backward // each update runs inside backward(), and frees the gradient
 };
 
@@ -39,10 +38,6 @@ struct Options {
     size_t accumulate = 1;   // Mode::backward: how many backward passes make one step
     size_t bucket_bytes = 0; // of small updates that run together; 0: the default
     bool strict = false;     // throw where the bits are others than docs/cxx.md says
-    // Mode::forward, of parameters on GPUs: leave updates pending there, too. Without it step()
-    // launches them, since a CUDA graph may read the parameters, and C++ has no place where its
-    // replays could be seen. With it the program calls flush() before each replay.
-    bool defer_on_gpu = false;
 };
 
 namespace detail {
@@ -127,7 +122,6 @@ inline Fused fuse(torch::optim::Optimizer &optimizer, const Options &options) {
     told.accumulate = options.accumulate;
     told.bucket_bytes = options.bucket_bytes;
     told.strict = options.strict;
-    told.defer_on_gpu = options.defer_on_gpu;
     of_shim_fused *fused = nullptr;
     detail::check(of_shim_fuse(&optimizer, &told, &fused));
     return Fused(fused);

@@ -15,7 +15,6 @@
 #include "base/error.h"
 #include "doors/gpu_reference.h"
 #include "doors/gpu_trial.h"
-#include "guard.h"
 #include "host/host.h"
 #include "plan/refuse.h"
 #include "plan/slots.h"
@@ -42,8 +41,7 @@ void check_place(const at::Tensor &param, const std::string &label) {
 } // namespace
 
 FusedOptimizer::FusedOptimizer(torch::optim::Optimizer &its, const of_shim_fuse_options &options)
-    : optimizer(its), row(class_of(its)), strict(options.strict),
-      defers_on_gpu(options.defer_on_gpu) {
+    : optimizer(its), row(class_of(its)), strict(options.strict) {
     const char *isa = std::getenv("OPTFUSE_ISA");
     check(of_shim_plan_new(row.rule, options.mode, isa == nullptr ? "" : isa, options.bucket_bytes,
                            options.accumulate, &handle));
@@ -158,15 +156,6 @@ void FusedOptimizer::rebuild() {
             set_used(*slot, its->second);
 }
 
-// A replay of a CUDA graph reads parameters and writes gradients by their addresses. Python's
-// optfuse puts a flush before torch.cuda.CUDAGraph.replay(); C++ programs call a function that
-// nothing can be put before. Nor is a capture always seen: parameters without a pending update have
-// no mark, and the graph may be older than the optimizer.
-bool FusedOptimizer::is_eager(const at::Tensor &param) const {
-    return shared->mode == OF_FORWARD && is_gpu(param.device()) && !defers_on_gpu &&
-           OF_GUARD(replays);
-}
-
 void FusedOptimizer::add_members(std::vector<Member> found) {
     size_t index = 0;
     for (size_t i = 0; i < found.size(); i++) {
@@ -175,7 +164,7 @@ void FusedOptimizer::add_members(std::vector<Member> found) {
         const c10::TensorImpl *impl = member.param.unsafeGetTensorImpl();
         of_dtype dtype = OF_FLOAT32;
         dtype_of(impl, &dtype);
-        add_slot(*shared, member.param, member.group, is_eager(member.param), place_of(impl, dtype),
+        add_slot(*shared, member.param, member.group, false, place_of(impl, dtype),
                  label_of(member.param, member.group, index));
         if (check_param(shared->slots.back(), impl, &dtype) == OF_FOUND_ERROR) {
             const std::string why = of_error_message();

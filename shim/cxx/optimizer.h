@@ -58,7 +58,6 @@ class FusedOptimizer final : public Owner, private OptimizerReader, Pinned {
     std::string changed_state(size_t slot) override;
 
     std::vector<Member> members_now() const;
-    bool is_eager(const at::Tensor &param) const;
     void check_bits(const at::Tensor &param, const torch::optim::OptimizerOptions &options,
                     const std::string &label) const;
     void add_members(std::vector<Member> found);
@@ -70,7 +69,6 @@ class FusedOptimizer final : public Owner, private OptimizerReader, Pinned {
     torch::optim::Optimizer &optimizer;
     const CxxClass &row;
     const bool strict;
-    const bool defers_on_gpu;
     of_shim_plan *handle = nullptr;
     Plan *shared = nullptr; // the plan behind the handle
     std::optional<Ledger> ledger;

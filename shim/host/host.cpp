@@ -201,22 +201,6 @@ void begin_settling(void *ctx) {
     plan->takes_marks_off = may_take_marks_off(plan);
 }
 
-// Takes the mark off now: else the parameter's next use would cost a look-up.
-void finished(void *ctx, void *tensor, const void *key) {
-    c10::TensorImpl *param = static_cast<Slot *>(tensor)->param;
-    if (may_take_marks_off(static_cast<Plan *>(ctx)) && has_mark(param) && storage_of(param) == key)
-        unmark(param);
-}
-
-const of_gpu_host *gpu_host() {
-    static const of_gpu_host all = [] {
-        of_gpu_host functions = gpu_functions;
-        functions.finished = finished;
-        return functions;
-    }();
-    return &all;
-}
-
 void lift_seals(const References *refs) {
     const bool some_scaled = of_any_scaled();
     for (size_t i = 0; i < refs->n; i++) {
@@ -334,7 +318,7 @@ of_host make_host(Plan *plan) {
     host.log = of_log_function();
     host.square_roots[0] = square_roots_of_floats;
     host.square_roots[1] = square_roots_of_doubles;
-    host.gpu = gpu_host();
+    host.gpu = &gpu_functions;
     host.external = &external_host;
     return host;
 }

@@ -47,7 +47,6 @@ TORCH_LIBRARY(fakecuda, m) {
     m.def("set_watching", fake::set_watching);
     m.def("set_logging", fake::set_logging);
     m.def("launches", fake::launches);
-    m.def("set_prompt", fake::set_prompt);
     m.def("set_capture", fake::set_capture_of);
     m.def("watcher", fake::watcher);
     m.def("visits", fake::visits);

@@ -67,11 +67,9 @@ void synchronize(StreamNumber stream);
 void synchronize_device(int device);
 
 // Whether it has completed. A GPU may be slow, and this one is as slow as it
-// can be: work is done when the host has waited for it. After set_prompt(true)
-// it is always done by now, and the host knows it.
+// can be: work is done when the host has waited for it.
 bool is_done(const Event &event);
 bool is_done(StreamNumber stream);
-void set_prompt(bool prompt);
 
 // Blocks of memory, kept as PyTorch's caching allocator does: a block belongs
 // to the stream that was current when it was allocated, and can be allocated

@@ -131,28 +131,16 @@ void synchronize_device(int device) {
             join(&w.host(), stream.clock);
 }
 
-static bool done(World &w, const Clock &clock) {
-    if (w.prompt)
-        join(&w.host(), clock);
-    return is_past(clock, w.host());
-}
-
 bool is_done(const Event &event) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
-    return done(w, event.clock);
+    return is_past(event.clock, w.host());
 }
 
 bool is_done(StreamNumber stream) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
-    return done(w, w.streams.at(stream).clock);
-}
-
-void set_prompt(bool prompt) {
-    World &w = world();
-    const std::lock_guard<std::mutex> guard(w.lock);
-    w.prompt = prompt;
+    return is_past(w.streams.at(stream).clock, w.host());
 }
 
 static void end_capture(World &w, StreamNumber first) {

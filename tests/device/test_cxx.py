@@ -29,15 +29,3 @@ def test_the_kernels_are_found_beside_the_library(tmp_path):
     (tmp_path / "liboptfuse_cuda.so").symlink_to(KERNELS)
     done = run(**beside)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def check_guard(name: str) -> None:
-    """Without it the graphs of cxx.cpp read the weights of the step before."""
-    done = run(OPTFUSE_CUDA_LIBRARY=KERNELS, OPTFUSE_TEST_GUARDS_OFF=name)
-    for when in ("before", "after"):
-        said = f"FAILED: a graph captured {when} fuse() reads the weights of the last step()"
-        assert done.returncode == 1 and said in done.stderr, done.stdout + done.stderr
-
-
-def test_without_the_guard_a_replayed_graph_reads_old_weights():
-    check_guard("replays")

@@ -82,7 +82,7 @@ def whole(side_stream=False, in_turn=False, **how):
         for i in range(STEPS):
             one.load(10 + i)
             if in_turn and i % 2 == 0:
-                train(one.model, one.optimizer, 20 + i)  # its updates are pending at the replay
+                train(one.model, one.optimizer, 20 + i)
             else:
                 graph.replay()
             yield "loss", one.loss
@@ -169,14 +169,13 @@ def test_forward_and_backward_in_a_graph(wrap, limit):
 
 
 @in_order("forward", "backward", prove=False)
-def test_pending_when_a_capture_begins(wrap):
+def test_a_capture_right_behind_a_step(wrap):
     """The graph that reads the weights is captured right after a step."""
     one = Iteration(wrap)
     one.warm_up()
     for i in range(STEPS):
         one.load(10 + i)
         one.run()
-        wrap.pending()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), torch.no_grad():
             out = one.model(one.x)

@@ -47,7 +47,7 @@ struct World {
     std::map<const char *, std::unique_ptr<Block>> blocks;                // by base
     std::map<std::pair<StreamNumber, size_t>, std::vector<Block *>> free; // by owner and size
     std::vector<std::string> races, launches;
-    bool watching = true, logging = false, prompt = false;
+    bool watching = true, logging = false;
 
     World();
     Clock &host() { return streams[0].clock; }

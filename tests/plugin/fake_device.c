@@ -2,6 +2,7 @@
 /* fake_device.c: see fake_device.h */
 #include "fake_device.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -222,22 +223,14 @@ static void destroy(void *ctx, void *event) {
     free(event);
 }
 
-static void finished(void *ctx, void *opaque, const void *key) {
-    fake_tensor *tensor = opaque;
-    (void)ctx;
-    ck_assert_ptr_eq(key, tensor->param);
-    tensor->finished++;
-}
-
 of_stream fake_home(void) {
     const int id = device.side < 0 ? device.current : device.side;
     return (of_stream){0, id, device.capture[id]};
 }
 
 fixture *setup_on_device(of_mode mode, size_t bucket_bytes) {
-    static const of_gpu_host functions = {sizeof functions, current, exchange, count,       launch,
-                                          record,           wait,    is_done,     synchronize,
-                                          destroy,          finished};
+    static const of_gpu_host functions = {sizeof functions, current, exchange,    count,  launch,
+                                          record,           wait,    is_done, synchronize, destroy};
     fake_host *host = fake_host_new();
     ck_assert_int_eq(device.events, 0);
     device = (fake_device){.busy = true, .side = -1};
@@ -256,11 +249,27 @@ void add_some_on_device(fixture *f, size_t n, int64_t numel) {
         add_on_device(f, numel, 0);
 }
 
-twin *pending_on_device(fixture *f, int64_t numel) {
+twin *updated_on_device(fixture *f, int64_t numel) {
     twin *t = add_on_device(f, numel, 0);
     backward(t);
     step(f);
     return t;
+}
+
+twin *scaled_on_device(fixture *f, int64_t numel) {
+    const float one = 1;
+    bool scaled = false;
+    twin *t = add_on_device(f, numel, 0);
+    backward(t);
+    t->tensor->factor = fake_buffer_new(sizeof one);
+    memcpy(t->tensor->factor->data, &one, sizeof one);
+    OK(of_plan_scale(f->plan, t->slot, NAN, NAN, &scaled));
+    ck_assert(scaled);
+    return t;
+}
+
+void look_at_gradient(const twin *t) {
+    fake_operator(t->tensor->grad, false, "a look at the gradient");
 }
 
 void go_to_stream(int stream) {

@@ -62,7 +62,10 @@ extern fake_device device;
 fixture *setup_on_device(of_mode mode, size_t bucket_bytes);
 twin *add_on_device(fixture *f, int64_t numel, size_t group);
 void add_some_on_device(fixture *f, size_t n, int64_t numel);
-twin *pending_on_device(fixture *f, int64_t numel);
+twin *updated_on_device(fixture *f, int64_t numel); /* a new one, by step() */
+/* A new one with a gradient, whose scaling by 1 is pending; and a look at that. */
+twin *scaled_on_device(fixture *f, int64_t numel);
+void look_at_gradient(const twin *t);
 void expect_no_race(void);
 /* Ends captures, and sees that there was no race and that no event is left. */
 void teardown_on_device(fixture *f);

@@ -43,7 +43,6 @@ typedef struct fake_tensor {
     const void *collected; /* the parameter's memory, as the last collect() has found it */
     int again;             /* calls of collect() that found the inputs of the last one */
     int drops;
-    int finished; /* calls of finished() with it */
     double step;               /* updates committed */
     float *step_at;            /* the same, on the device; or NULL */
     fake_buffer *factor;       /* on a device: what of_plan_scale() multiplies by */

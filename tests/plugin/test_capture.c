@@ -15,7 +15,7 @@ static void stop_capturing(void) {
 
 ON_DEVICE(captured_step_launches_at_once, OF_FORWARD, 0) {
     capture();
-    ck_assert(launched(pending_on_device(f, 100)));
+    ck_assert(launched(updated_on_device(f, 100)));
     ck_assert_uint_eq(counts(f).in_flight, 0);
     ck_assert_int_eq(device.events, 0);
 }
@@ -32,10 +32,10 @@ ON_DEVICE(captured_backward_closes_inside_the_capture, OF_BACKWARD, 0) {
     step(f);
 }
 
-/* An update that step() has left pending, and then a capture. */
+/* A scaling that is pending, and then a capture. */
 static fixture *pending_before_capture(void) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
-    pending_on_device(f, 100);
+    scaled_on_device(f, 100);
     capture();
     return f;
 }
@@ -43,18 +43,18 @@ static fixture *pending_before_capture(void) {
 #define PENDING_BEFORE(name) WITH(name, pending_before_capture(), teardown_on_device)
 
 static of_accessed use(const fixture *f) {
-    return of_access(f->twins[0].tensor->param, false);
+    return of_access(f->twins[0].tensor->grad, false);
 }
 
-PENDING_BEFORE(pending_update_met_in_a_capture_is_refused_and_stays) {
+PENDING_BEFORE(what_is_pending_is_refused_in_a_capture_and_stays) {
     FAILS(OF_ACCESS_FAILED, use(f), "before the capture");
     ck_assert_int_eq(device.launches, 0);
-    ck_assert_uint_eq(counts(f).pending, 1);
+    ck_assert(of_is_scaled(f->twins[0].tensor->grad));
 }
 
-PENDING_BEFORE(update_in_flight_met_in_a_capture_is_refused) {
+PENDING_BEFORE(what_is_in_flight_is_refused_in_a_capture) {
     device.current = 0;
-    fake_use(f->twins[0].tensor->param, false);
+    look_at_gradient(&f->twins[0]);
     device.current = 1;
     ck_assert_int_eq(use(f), OF_ACCESS_FAILED);
 }

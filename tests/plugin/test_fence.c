@@ -94,11 +94,11 @@ FORWARD(a_host_without_seals_has_one_fence_a_launch) {
     ck_assert_int_eq(fences, OF_ORDER_IS_WEAK ? 1 : 0);
 }
 
-/* An update in flight keeps its marks until it is known to be done. */
-ON_DEVICE(a_fence_comes_before_updates_on_a_device_are_forgotten, OF_FORWARD, OF_BUCKET_NONE) {
-    twin *t = pending_on_device(f, 10);
+/* A scaling in flight keeps its marks until it is known to be done. */
+ON_DEVICE(a_fence_comes_before_what_is_on_a_device_is_forgotten, OF_FORWARD, OF_BUCKET_NONE) {
+    twin *t = scaled_on_device(f, 10);
     fences = 0;
-    use_there(t);
+    look_at_gradient(t);
     ck_assert_uint_eq(counts(f).in_flight, 1);
     ck_assert_int_eq(fences, 0);
     OK(of_plan_drain(f->plan));

@@ -165,16 +165,17 @@ BACKWARD(a_gradient_that_finds_no_room_does_not_wait, 0) {
 TESTS(launch_without_room_for_its_stream_waits_for_the_device, 2) {
     const bool broken = row != 0;
     fixture *f = setup_on_device(OF_FORWARD, OF_BUCKET_NONE);
-    twin *t = pending_on_device(f, 10);
+    twin *t = scaled_on_device(f, 10);
     of_accessed touched;
     device.fails_to_record = broken;
-    WITH_FAILURE(0, touched, of_access(t->tensor->param, false));
+    WITH_FAILURE(0, touched, of_access(t->tensor->grad, false));
     ck_assert_int_eq(touched, broken ? OF_ACCESS_FAILED : OF_IN_FLIGHT);
     ck_assert_int_eq(device.launches, 1);
     ck_assert_int_eq(device.synchronized, !broken);
     ck_assert_uint_eq(counts(f).in_flight, 0);
     ck_assert_int_eq(of_plan_step(f->plan, NULL, 0, NULL), broken ? OF_REFUSED : OF_OK);
     expect_no_race();
+    fake_buffer_release(t->tensor->factor);
     teardown_unchecked(f);
 }
 

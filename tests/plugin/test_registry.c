@@ -31,7 +31,7 @@ static bool enter(of_update *update, const void *memory) {
 static size_t count_found(size_t n_live) {
     size_t n = 0;
     for (size_t i = 0; i < n_live; i++)
-        n += of_registry_has(updates[i].in.keys[0]);
+        n += of_is_pending(updates[i].in.keys[0]);
     return n;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Updates on a device: which stream they run on, who waits for them, and that
- * no order is lost against an optimizer that updates inside step(). */
+/* Updates on a device: which stream they run on, who waits for what comes late, and that no order
+ * is lost against an optimizer that updates inside step(). */
 #include "fake_device.h"
 #include "random_bits.h"
 
@@ -25,52 +25,30 @@ static void use_all(const fixture *f, bool write) {
         fake_operator(f->twins[i].tensor->param, write, "use");
 }
 
-static void use_often(const twin *t, int times) {
-    for (int i = 0; i < times; i++)
-        use_there(t);
-}
-
-FORWARD_THERE(update_is_launched_on_the_stream_of_its_step, OF_BUCKET_NONE) {
+FORWARD_THERE(step_launches_all_in_one_launch_on_its_stream, 1000) {
     device.current = 1;
-    twin *t = pending_on_device(f, 1000);
-    ck_assert_int_eq(device.launches, 0);
-    device.current = 2;
-    fake_timeline_wait(&device.timeline, 2, 1);
-    use_there(t);
-    ck_assert_int_eq(device.launches, 1);
-    ck_assert_int_eq(device.last_stream, 1);
-    ck_assert_int_eq(device.waits, 1);
-    ck_assert(launched(t));
-}
-
-FORWARD_THERE(every_later_stream_waits_too, OF_BUCKET_NONE) {
-    twin *t = pending_on_device(f, 10);
-    for (int stream = 1; stream < FAKE_STREAMS; stream++)
-        fake_timeline_wait(&device.timeline, stream, 0);
-    for (int stream = 0; stream < FAKE_STREAMS; stream++) {
-        device.current = stream;
-        use_there(t);
-        fake_operator(t->tensor->state[0], false, "use of state");
-    }
-    ck_assert_int_eq(device.launches, 1);
-    ck_assert_uint_eq(counts(f).in_flight, 1);
-}
-
-FORWARD_THERE(one_stream_needs_no_events_but_a_fence_a_step, 0) {
-    add_some_on_device(f, 5, 100);
-    for (int i = 0; i < 4; i++) {
+    add_some_on_device(f, 8, 250);
+    for (int i = 1; i <= 4; i++) {
         train(f);
-        use_there(&f->twins[0]);
+        ck_assert_int_eq(device.launches, i);
+        ck_assert_int_eq(device.entries, 8);
+        ck_assert_int_eq(device.last_stream, 1);
+        ck_assert_uint_eq(counts(f).pending + counts(f).in_flight, 0);
     }
-    ck_assert_int_eq(device.waits, 0);
-    ck_assert_int_eq(device.synchronized, 0);
-    ck_assert_int_le(device.events, 1);
+    ck_assert(!of_any_pending());
+    ck_assert_int_eq(device.waits + device.events + device.asked, 0);
+}
+
+/* A scaling, whose gradient somebody has looked at. */
+static twin *in_flight(fixture *f) {
+    twin *t = scaled_on_device(f, 10);
+    look_at_gradient(t);
+    ck_assert_uint_eq(counts(f).in_flight, 1);
+    return t;
 }
 
 FORWARD_THERE(what_the_device_has_done_is_forgotten_at_a_later_step, 0) {
-    twin *t = pending_on_device(f, 10), *other = add_on_device(f, 10, 0);
-    use_there(t);
-    ck_assert_uint_eq(counts(f).in_flight, 1);
+    twin *t = in_flight(f);
     fake_set_grad(t->tensor, NULL);
     step(f); /* leaves a fence */
     ck_assert_uint_eq(counts(f).in_flight, 1);
@@ -78,54 +56,19 @@ FORWARD_THERE(what_the_device_has_done_is_forgotten_at_a_later_step, 0) {
     step(f);
     ck_assert_uint_eq(counts(f).in_flight, 0);
     ck_assert(!of_any_pending());
-    backward(other);
-    step(f);
 }
 
-/* The first use of one in flight leaves the fence, and some use after it finds that it has
- * passed; those between do not all ask. */
-FORWARD_THERE(marks_go_at_a_use_after_the_fence, 0) {
-    enum { N = 4 };
-    add_some_on_device(f, N, 100);
-    train(f);
-    use_often(&f->twins[0], 2 + 4 * 8);
-    ck_assert_uint_eq(counts(f).in_flight, N);
-    ck_assert_int_eq(f->twins[0].tensor->finished, 0);
-    ck_assert_int_eq(device.asked, 4);
+/* The first use of what is in flight leaves the fence, and one after it finds that it has passed. */
+FORWARD_THERE(what_the_device_has_done_is_forgotten_at_a_use, 0) {
+    const twin *t = in_flight(f);
+    for (int i = 0; i < 3; i++)
+        look_at_gradient(t);
+    ck_assert_uint_eq(counts(f).in_flight, 1);
     ck_assert_int_le(device.events, 1);
     device.busy = false;
-    use_often(&f->twins[0], 8);
-    ck_assert_int_eq(device.asked, 5);
+    look_at_gradient(t);
     ck_assert_uint_eq(counts(f).in_flight, 0);
-    for (int i = 0; i < N; i++)
-        ck_assert_int_eq(f->twins[i].tensor->finished, 1);
     ck_assert(!of_any_pending());
-}
-
-FORWARD_THERE(the_mark_of_a_later_update_stays, 0) {
-    twin *again = add_on_device(f, 100, 0), *once = add_on_device(f, 100, 0);
-    train(f);
-    use_often(once, 2);
-    fake_set_grad(once->tensor, NULL);
-    backward(again);
-    step(f);
-    device.busy = false;
-    use_often(once, 8);
-    ck_assert_int_eq(once->tensor->finished, 1);
-    ck_assert_int_eq(again->tensor->finished, 0);
-    ck_assert_uint_eq(counts(f).pending, 1);
-}
-
-FORWARD_THERE(neighbours_are_launched_together_up_to_the_bucket, 4000) {
-    add_some_on_device(f, 8, 250);
-    train(f);
-    use_there(&f->twins[2]);
-    ck_assert_int_eq(device.launches, 1);
-    ck_assert_int_eq(device.entries, 4);
-    ck_assert(launched(&f->twins[5]) && !launched(&f->twins[6]) && !launched(&f->twins[1]));
-    fake_operator(f->twins[6].tensor->grad, false, "use of the gradient");
-    ck_assert_int_eq(device.entries, 2);
-    ck_assert_uint_eq(counts(f).pending, 2);
 }
 
 static void gradient_on(int stream, fixture *f, size_t i) {
@@ -224,47 +167,22 @@ BACKWARD_THERE(other_hyper_parameters_take_another_launch, 8 * 400) {
     step(f);
 }
 
+FORWARD_THERE(one_launch_counts_the_steps_of_a_step, 0) {
+    add_counted(f);
+    for (int i = 1; i <= 3; i++) {
+        train(f);
+        expect_counted(f, i);
+    }
+}
+
 FORWARD_THERE(cpu_and_device_share_a_plan, 0) {
     twin *far = add_on_device(f, 100, 0), *near = add(f, 100);
     for (int i = 0; i < 3; i++) {
         train(f);
-        use_there(far);
         ck_assert(launched(far) && !launched(near));
         fake_use(near->tensor->param, false);
         ck_assert(launched(near));
     }
-}
-
-FORWARD_THERE(next_step_on_another_stream_comes_after_what_is_in_flight, 0) {
-    twin *t = add_on_device(f, 100, 0);
-    for (int i = 0; i < 5; i++) {
-        device.current = i % FAKE_STREAMS;
-        backward_on_device(t);
-        step(f);
-        fake_timeline_wait(&device.timeline, (i + 1) % FAKE_STREAMS, device.current);
-        if (i % 2)
-            use_there(t);
-    }
-}
-
-FORWARD_THERE(another_plans_update_in_flight_is_waited_for, 0) {
-    fixture *g = setup_beside(f, OF_FORWARD);
-    twin *t = add_on_device(f, 100, 0),
-         *other = add_tensor(g, fake_tensor_alias(t->tensor), 0, false);
-    other->tensor->device = OF_CUDA;
-    train(f);
-    use_there(t);
-    go_to_stream(1);
-    backward(other);
-    fake_use(t->tensor->param, false); /* as collect() does */
-    memcpy(other->param, t->param, t->tensor->param->bytes);
-    step(g);
-    use_there(other);
-    memcpy(t->param, other->param, t->tensor->param->bytes);
-    check_twin(other);
-    check_twin(t);
-    of_plan_drain(f->plan);
-    teardown(g);
 }
 
 BACKWARD_THERE(backward_is_joined_by_its_caller_and_nothing_stays_in_flight, 0) {
@@ -338,32 +256,35 @@ BACKWARD_THERE(what_others_may_see_stays_off_the_side_stream, OF_BUCKET_NONE) {
 }
 
 FORWARD_THERE(drain_waits_for_the_device, 0) {
-    twin *t = pending_on_device(f, 100);
+    twin *t = in_flight(f);
     OK(of_plan_drain(f->plan));
     ck_assert_int_eq(device.synchronized, 1);
     ck_assert_uint_eq(counts(f).in_flight, 0);
     ck_assert(!of_any_pending());
     device.current = 2;
-    fake_operator(t->tensor->param, true, "use");
+    fake_operator(t->tensor->grad, true, "use");
 }
 
 TEST(dropped_plan_leaves_nothing_unordered) {
     fixture *f = setup_on_device(OF_FORWARD, 0);
-    fake_buffer *param = pending_on_device(f, 100)->tensor->param;
-    fake_buffer_retain(param);
+    twin *t = scaled_on_device(f, 100);
+    fake_buffer *grad = t->tensor->grad, *factor = t->tensor->factor;
+    fake_buffer_retain(grad);
     teardown(f);
     ck_assert(!of_any_pending());
     device.current = 1;
-    fake_operator(param, true, "use");
+    fake_operator(grad, true, "use");
     expect_no_race();
-    fake_buffer_release(param);
+    fake_buffer_release(grad);
+    fake_buffer_release(factor);
 }
 
-WITH(failed_launch_is_told_at_its_use_and_at_every_step_after, setup_on_device(OF_FORWARD, 0),
+WITH(failed_launch_is_told_by_step_and_by_every_step_after, setup_on_device(OF_FORWARD, 0),
      teardown_unchecked) {
-    twin *t = pending_on_device(f, 100);
+    add_on_device(f, 100, 0);
     device.fail_launch = 1;
-    FAILS(OF_ACCESS_FAILED, of_access(t->tensor->param, false), "the device is broken");
+    backward_all(f);
+    FAILS(OF_REFUSED, of_plan_step(f->plan, NULL, 0, NULL), "the device is broken");
     FAILS(OF_REFUSED, of_plan_step(f->plan, NULL, 0, NULL), "checkpoint");
     ck_assert_int_eq(of_plan_flush(f->plan), OF_REFUSED);
     ck_assert_ptr_nonnull(strstr(f->host->last_log, "the device is broken"));
@@ -422,7 +343,7 @@ static void use_in_both(const twin *t) {
 }
 
 static void run_program(unsigned seed) {
-    fixture *f = setup_on_device(OF_FORWARD, pick(2) ? OF_BUCKET_NONE : 1000);
+    fixture *f = setup_on_device(OF_FORWARD, 0);
     state = seed * 77u + 5u;
     stock = (fake_timeline){0};
     for (int i = 0; i < 4; i++)

@@ -13,7 +13,7 @@ DEVICE = os.environ.get("OPTFUSE_TEST_ON", "")
 HOST_MEMORY = "it needs memory of the host"
 OTHER_PROCESS = "the device is not set up in another process"
 OTHER_THREAD = "torch.set_default_device() is for one thread"
-TOGETHER = "on a device neighbours are launched together"
+AT_ONCE = "on a device step() leaves nothing pending"
 NOT_PLAYED = "the fake device can't do it"
 LEFT_OUT = {
     r"numpy|np\.asarray|share_memory|shared|unscaling_writes_no_gradient": HOST_MEMORY,
@@ -21,7 +21,7 @@ LEFT_OUT = {
     r"in_two_threads|in_another_thread": OTHER_THREAD,
     r"another_thread_ends_no_waiting": "one thread runs all passes of a device",
     r"frameworks_may_clip": "an update on a GPU unscales, as stock's fused=True does",
-    r"test_exception_in_forward": TOGETHER,
+    r"summary_and_flush|eager_parameters_are_never": AT_ONCE,
     r"norms_are_those_of_torch": "our own norms are for the CPU",
     r"one_scaling_a_gradient|swap_data": NOT_PLAYED,
     r"dtensor|DTensors\]|without_storage": NOT_PLAYED,
@@ -52,7 +52,7 @@ LEFT_OUT_WHERE_IT_IS_PLAYED = {
 
 # On a GPU, which the fake one plays otherwise.
 LEFT_OUT_ON_A_GPU = {
-    r"\[data_ptr\]|through_address|eager_parameters_are_never|no_gradient_is_written": HOST_MEMORY,
+    r"\[data_ptr\]|through_address|no_gradient_is_written": HOST_MEMORY,
     r"without_folding_every_gradient_is_written": HOST_MEMORY,
     r"bfloat16_state_of_a_float32": "PyTorch takes it there from 2.12 on",
 }

@@ -32,7 +32,6 @@ def test_no_gradient_is_written():
     norm = optfuse.clip_grad_norm_(optimizer, TIGHT)
     assert raw(address, n) == memory, "clipping wrote the gradient"
     optimizer.step()
-    assert optfuse.summary(optimizer).pending > 0
     weight.sum()
     assert raw(address, n) == memory, "the update wrote the gradient"
     factor = torch.clamp(TIGHT / (norm + 1e-6), max=1.0)
