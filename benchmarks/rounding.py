@@ -48,6 +48,7 @@ MATRICES = {
     "convolutions, 20 x 128 x 128 x 3 x 3": [(128, 128, 3, 3)] * 20,
 }
 FACTORED_ROUNDS = 9
+ROUNDS_IT = {"stochastic_rounding": True}
 
 
 def parameter(n: int) -> nn.Parameter:
@@ -115,9 +116,12 @@ def matrices(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
     return made
 
 
-def by_lines(optimizer: Optimizer) -> Run:
+def stepping(optimizer: Optimizer, by_lines: bool) -> Run:
+    """By the class's own lines, or by its operator."""
+
     def run() -> None:
-        before, factored._agrees = factored._agrees, lambda _: False
+        before = factored._agrees
+        factored._agrees = lambda _: not by_lines
         try:
             optimizer.step()
         finally:
@@ -131,14 +135,15 @@ def factored_updates(smoke: bool) -> list[dict[str, Any]]:
     for name, make in FACTORED.items():
         for what, all_shapes in MATRICES.items():
             shapes = [(8, 8)] if smoke else all_shapes
-            optimizers = {
-                EAGER: by_lines(make(matrices(shapes))),
-                "to nearest": optfuse.fuse(make(matrices(shapes))).step,
-                "rounded": optfuse.fuse(make(matrices(shapes), stochastic_rounding=True)).step,
-            }
-            times: dict[str, list[float]] = {how: [] for how in optimizers}
+            ways: dict[str, dict[str, Any]] = {EAGER: {}, "to nearest": {}, "rounded": ROUNDS_IT}
+            made = {how: make(matrices(shapes), **its) for how, its in ways.items()}
+            for how, optimizer in made.items():
+                if how != EAGER:
+                    optfuse.fuse(optimizer)
+            runs = {how: stepping(its, how == EAGER) for how, its in made.items()}
+            times: dict[str, list[float]] = {how: [] for how in runs}
             for i in range(2 if smoke else FACTORED_ROUNDS + 1):
-                for how, run in optimizers.items():
+                for how, run in runs.items():
                     ns = ns_each(run, sum(map(math.prod, shapes)))
                     times[how] += [ns] if i else []
             ns = {how: median_interval(of) for how, of in times.items()}

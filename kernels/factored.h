@@ -57,7 +57,7 @@ of_factored_fn *of_factored_find(of_dtype dtype, of_isa isa);
 enum { OF_FACTORED_BLOCK = 1024 };
 
 static inline size_t of_factored_room(size_t rows, size_t columns) {
-    return (columns < 8 ? rows : 4) * columns + 16;
+    return (columns < 8 ? rows : 4) * columns + OF_FACTORED_BLOCK;
 }
 
 #ifdef __cplusplus

@@ -150,17 +150,19 @@ static float in_fours(const float *x, size_t stride, size_t n) {
     return four[0] + four[1] + four[2] + four[3];
 }
 
-/* Matrices of less than 8 columns. */
-static void sum_narrow(of_factored *f, source from, size_t matrix) {
+/* Matrices of less than 8 columns, as many as fill a block. */
+static void sum_narrow(of_factored *f, source from, size_t begin, size_t end) {
     const size_t rows = f->rows, columns = f->columns, n = rows * columns;
     float *x = f->room;
-    take(f, from, matrix * n, n, x);
-    square(f->eps, n, x);
-    for (size_t i = 0; i < rows; i++)
-        f->row_sums[matrix * rows + i] = in_fours(x + i * columns, 1, columns);
-    for (size_t j = 0; j < columns; j++)
-        f->column_sums[matrix * columns + j] =
-            (j < columns / CHAINS * CHAINS ? cascade : in_fours)(x + j, columns, rows);
+    take(f, from, begin * n, (end - begin) * n, x);
+    square(f->eps, (end - begin) * n, x);
+    for (size_t matrix = begin; matrix < end; matrix++, x += n) {
+        for (size_t i = 0; i < rows; i++)
+            f->row_sums[matrix * rows + i] = in_fours(x + i * columns, 1, columns);
+        for (size_t j = 0; j < columns; j++)
+            f->column_sums[matrix * columns + j] =
+                (j < columns / CHAINS * CHAINS ? cascade : in_fours)(x + j, columns, rows);
+    }
 }
 
 /* A row's chains, each of a level together, and those of the columns that fill no group: k-th chain,
@@ -188,7 +190,6 @@ static void add_groups(const float *x, size_t groups, float *row, float *columns
 /* x: what is behind the last group of the row. */
 static float end_row(chains *row, const float *x, size_t n) {
     float *four = row->sums, sum = 0.0f;
-    gather(four, GROUP, GROUP);
     size_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (size_t k = 0; k < LANES; k++)
@@ -206,7 +207,8 @@ static float end_row(chains *row, const float *x, size_t n) {
 /* Row i. Returns its sum. */
 static float sum_row(of_factored *f, source from, size_t at, size_t i, rest *others) {
     float x[CHUNK + SPARE];
-    chains row = {{0}};
+    chains row;
+    memset(&row, 0, f->columns < CHUNK ? GROUP * sizeof(float) : sizeof row);
     const size_t columns = f->columns, in_chains = f->rows / CHAINS * CHAINS;
     size_t done = 0, groups = 0;
     for (size_t begin = 0; begin < columns; begin += CHUNK) {
@@ -220,18 +222,21 @@ static float sum_row(of_factored *f, source from, size_t at, size_t i, rest *oth
             carry(row.sums, GROUP, GROUP, begin / CHUNK + 1);
     }
     const float *left = x + groups * GROUP;
-    float *chain = others->sums + (i < in_chains ? i % CHAINS : 0) * GROUP;
+    float *chain = others->sums + (i < in_chains ? i % CHAINS : 0) * done;
     for (size_t j = 0; j < done; j++)
         chain[j] += left[j];
+    if (columns >= CHUNK)
+        gather(row.sums, GROUP, GROUP);
     return end_row(&row, left, done);
 }
 
 static void sum_wide(of_factored *f, source from, size_t matrix) {
     const size_t rows = f->rows, columns = f->columns, in_groups = columns / GROUP * GROUP;
-    const size_t in_chains = rows / CHAINS * CHAINS, all = CHAINS * GROUP;
+    const size_t width = columns - in_groups, all = CHAINS * width;
+    const size_t in_chains = rows / CHAINS * CHAINS;
     float *to = f->column_sums + matrix * columns;
     rest others;
-    memset(&others, 0, sizeof others);
+    memset(&others, 0, LEVELS * all * sizeof(float));
     memset(f->room, 0, LEVELS * columns * sizeof(float));
     for (size_t i = 0; i < rows; i++) {
         const size_t row = matrix * rows + i;
@@ -246,9 +251,9 @@ static void sum_wide(of_factored *f, source from, size_t matrix) {
     gather(f->room, in_groups, columns);
     gather(others.sums, all, all);
     memcpy(to, f->room, in_groups * sizeof *to);
-    for (size_t j = 0; in_groups + j < columns; j++) {
+    for (size_t j = 0; j < width; j++) {
         const float *of = others.sums + j;
-        to[in_groups + j] = of[0] + of[GROUP] + of[2 * GROUP] + of[3 * GROUP];
+        to[in_groups + j] = of[0] + of[width] + of[2 * width] + of[3 * width];
     }
 }
 
@@ -266,10 +271,15 @@ static void average_whole(of_factored *f, source from) {
 }
 
 static void sum(of_factored *f, source from, size_t begin, size_t end) {
+    const size_t n = f->rows * f->columns, together = n < BLOCK ? BLOCK / n : 1;
     if (f->whole != NULL)
         average_whole(f, from);
-    for (size_t matrix = begin; f->whole == NULL && matrix < end; matrix++)
-        (f->columns < LANES ? sum_narrow : sum_wide)(f, from, matrix);
+    else if (f->columns < LANES)
+        for (size_t at = begin; at < end; at += together)
+            sum_narrow(f, from, at, end - at < together ? end : at + together);
+    else
+        for (size_t matrix = begin; matrix < end; matrix++)
+            sum_wide(f, from, matrix);
 }
 
 /* ---- norms */

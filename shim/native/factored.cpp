@@ -28,10 +28,11 @@ enum {
 
 // The best, or what the environment says.
 of_isa isa_here() {
+    static const of_isa best = of_isa_detect();
     const char *const name = std::getenv("OPTFUSE_ISA");
-    of_isa isa = of_isa_detect();
+    of_isa isa = best;
     if (name != nullptr && of_isa_parse(name, &isa))
-        isa = std::min(isa, of_isa_detect());
+        isa = std::min(isa, best);
     return isa;
 }
 

@@ -55,5 +55,7 @@ def test_the_section_rounding_times_each_way_beside_stock(monkeypatch):
     assert names[0] == "fused=True" and names[-1] == rounding.EAGER
     assert {f"{name}, avx2" for name in rounding.ROUNDED} < set(names)
     assert found["updates"][0]["by_stock"].median == 1 and all(
-        r["ns"].low > 0 for r in found["updates"]
+        r["ns"].low > 0 for r in (*found["updates"], *found["factored"])
     )
+    rows = {(row["class"], row["what"], row["how"]) for row in found["factored"]}
+    assert len(rows) == 3 * len(rounding.FACTORED) * len(rounding.MATRICES)
