@@ -415,7 +415,8 @@ class Link:
 
     def update_alone(self, optimizer: Optimizer, slot: int) -> None:
         """Final mode: one update by the class's own step()."""
-        self.updater.step_one(optimizer, self.slots, slot)
+        with self.alone:  # gradients of several devices are complete on as many threads
+            self.updater.step_one(optimizer, self.slots, slot)
 
     def end_pass(self, optimizer: Optimizer) -> None:
         """Final mode: a backward pass, and what runs inside of it, has made all its updates."""

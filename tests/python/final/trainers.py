@@ -121,6 +121,48 @@ class Factored(torch.optim.Optimizer):
                 p.sub_((g / (state["rows"].unsqueeze(-1).sqrt() + 1e-3)).to(p.dtype) * group["lr"])
 
 
+class ByScale(torch.optim.Optimizer):
+    """Adafactor as transformers has it, with scale_parameter: a Python max() of a tensor."""
+
+    def __init__(self, groups, lr=1e-2, eps=(1e-30, 1e-3), clip=1.0, decay=-0.8):
+        super().__init__(groups, {"lr": lr, "eps": eps, "clip": clip, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(group, p, self.state[p])
+
+    def one(self, group, p, state):
+        def rms(tensor):
+            return tensor.norm(2) / tensor.numel() ** 0.5
+
+        wide, grad = p.float(), p.grad.float()
+        if not state:
+            state["step"] = 0
+            if grad.dim() > 1:
+                state["rows"] = torch.zeros(grad.shape[:-1]).to(grad)
+                state["columns"] = torch.zeros(grad.shape[:-2] + grad.shape[-1:]).to(grad)
+            else:
+                state["square"] = torch.zeros_like(grad)
+        state["step"] += 1
+        state["RMS"] = rms(wide)
+        rate = max(group["eps"][1], state["RMS"]) * min(group["lr"], state["step"] ** -0.5)
+        beta = 1.0 - state["step"] ** group["decay"]
+        square = grad**2 + group["eps"][0]
+        if grad.dim() > 1:
+            state["rows"].mul_(beta).add_(square.mean(-1), alpha=1 - beta)
+            state["columns"].mul_(beta).add_(square.mean(-2), alpha=1 - beta)
+            rows = (state["rows"] / state["rows"].mean(-1, keepdim=True)).rsqrt_()
+            update = rows.unsqueeze(-1) * state["columns"].unsqueeze(-2).rsqrt() * grad
+        else:
+            state["square"].mul_(beta).add_(square, alpha=1 - beta)
+            update = state["square"].rsqrt().mul_(grad)
+        update.div_((rms(update) / group["clip"]).clamp_(min=1.0)).mul_(rate)
+        p.copy_(wide - update)
+
+
 OPTIMIZERS = {
     "adamw": adamw(),
     "amsgrad": adamw(amsgrad=True, weight_decay=0.1),
@@ -130,6 +172,7 @@ OPTIMIZERS = {
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, foreach=False),
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2, foreach=False),
     "factored": Factored,
+    "by scale": ByScale,
 }
 
 
