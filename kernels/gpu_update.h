@@ -20,6 +20,7 @@ typedef struct of_gpu_entry {
     /* Device: numbers beside the step, of rules that have of_rule.counts_on_gpu. The update
      * reads the numbers, then writes those of the next update, which follow from *step_at. */
     float *numbers_at[OF_MAX_COUNTERS];
+    uint32_t parameter; /* of_span.parameter; of rules that round, whose step_at is NULL */
 } of_gpu_entry;
 
 /* The common arguments of the tensors of one call. A device scalar, where given,
@@ -42,6 +43,7 @@ typedef struct of_gpu_update {
     /* For rules that run programs: of_program_check() has passed it. It has at most 256
      * instructions, and together 12 temporaries and state tensors up to the last that it uses. */
     const of_program *program;
+    bool wide_state; /* of_span.wide_state */
 } of_gpu_update;
 
 #endif

@@ -165,7 +165,7 @@ typedef struct of_rule {
      * uses; it is all that the scalars hold. */
     bool runs_programs;
     /* It computes in float32 and rounds once, perhaps stochastically: parameters of 16 bits may have
-     * float32 state. It has rows for the CPU, and none for float64. */
+     * float32 state. It has no kernels for float64; those for GPUs have the bits of its rows. */
     bool rounds;
 } of_rule;
 

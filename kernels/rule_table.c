@@ -15,6 +15,7 @@
 #define OF_FITS_GPU_FUSED(form)
 #define OF_FITS_GPU_OP_BY_OP(form)                                                                 \
     _Static_assert(sizeof(form##_scalars) <= OF_MAX_HYPER * sizeof(double), "scalars of " #form);
+#define OF_FITS_GPU_ROUNDED OF_FITS_GPU_OP_BY_OP
 #define OF_FITS_GPU_PROGRAM(form)
 #define OF_FITS_GPU_NONE(form)
 
@@ -29,6 +30,7 @@
     .prepare = prepare_nothing, .op_by_op = true, .runs_programs = true
 #define OF_GPU_FUSED(form) NULL
 #define OF_GPU_OP_BY_OP(form) form##_prepare
+#define OF_GPU_ROUNDED OF_GPU_OP_BY_OP
 #define OF_GPU_PROGRAM(form) NULL
 #define OF_GPU_NONE(form) NULL
 enum { OF_UNCOUNTED, OF_COUNTED, OF_COUNTED_ON_GPU };

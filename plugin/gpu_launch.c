@@ -11,7 +11,7 @@ enum { CALL_ENTRIES = 512 }; /* and their step counters, on the stack */
 static bool goes_in_one_call(const of_update *a, const of_update *b) {
     return of_stream_equal(&a->in.stream, &b->in.stream) &&
            of_stream_equal(&a->in.ready, &b->in.ready) && a->in.dtype == b->in.dtype &&
-           a->in.mixed == b->in.mixed && a->in.lr_at == b->in.lr_at &&
+           a->in.mixed == b->in.mixed && a->in.wide == b->in.wide && a->in.lr_at == b->in.lr_at &&
            a->in.grad_scale_at == b->in.grad_scale_at &&
            a->in.found_inf_at == b->in.found_inf_at && a->in.factor_at == b->in.factor_at &&
            a->kind == b->kind &&
@@ -30,12 +30,14 @@ static of_list take_call(of_list *list) {
     return call;
 }
 
-static of_gpu_entry entry_of(const of_inputs *in) {
+static of_gpu_entry entry_of(const of_update *update) {
+    const of_inputs *in = &update->in;
     of_gpu_entry entry = {.param = in->param,
                            .grad = (void *)(uintptr_t)in->grad,
                            .n = (size_t)in->numel,
                            .step_at = in->step_at,
-                           .step = in->count.step};
+                           .step = in->count.step,
+                           .parameter = (uint32_t)update->slot};
     memcpy(entry.state, in->state, sizeof entry.state);
     memcpy(entry.numbers_at, in->numbers_at, sizeof entry.numbers_at);
     return entry;
@@ -60,7 +62,7 @@ static size_t entries_of(const of_list *call, of_gpu_entry *entries) {
     size_t n = 0;
     for (const of_update *u = call->first; u; u = u->next)
         if (!u->gone)
-            entries[n++] = entry_of(&u->in);
+            entries[n++] = entry_of(u);
     return n;
 }
 
@@ -82,7 +84,8 @@ static bool run_kernels(of_plan *plan, const of_list *call, const of_gpu_entry *
                              .grad_scale_at = first->in.grad_scale_at,
                              .found_inf_at = first->in.found_inf_at,
                              .factor_at = first->in.factor_at,
-                             .program = first->kind->is_update ? first->in.program : NULL};
+                             .program = first->kind->is_update ? first->in.program : NULL,
+                             .wide_state = first->in.wide};
     return plan->host.gpu->launch(plan->host.ctx, &first->in.stream, &update, entries, n);
 }
 

@@ -82,12 +82,10 @@ OF_RULE_FN void of_draw_chunk(of_words words, uint64_t chunk, const of_draw_key 
 
 OF_RULE_FN void of_draw_chunk(of_words words, uint64_t chunk, const of_draw_key *key) {
     for (uint32_t lane = 0; lane < OF_DRAW_LANES; lane++) {
-        const uint64_t block = chunk * OF_DRAW_LANES + lane;
-        uint32_t counter[OF_DRAW_WORDS] = {(uint32_t)block, (uint32_t)(block >> 32), key->step,
-                                           key->parameter};
-        of_philox(counter, key->seed);
+        uint32_t of_lane[OF_DRAW_WORDS];
+        of_draw_lane(of_lane, chunk * OF_DRAW_LANES + lane, *key);
         for (int word = 0; word < OF_DRAW_WORDS; word++)
-            words[word][lane] = counter[word];
+            words[word][lane] = of_lane[word];
     }
 }
 

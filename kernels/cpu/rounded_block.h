@@ -11,8 +11,6 @@
 /* A row of a chunk's draws is that of a block. */
 _Static_assert((int)OF_BLOCK == (int)OF_DRAW_LANES, "a row of draws is a block");
 
-enum { OF_ROWS = (int)OF_DRAW_WORDS * (int)OF_HALVES, OF_CHUNK = OF_ROWS * (int)OF_BLOCK };
-
 #if defined(OF_DTYPE_BFLOAT16) && defined(__AVX512F__)
 
 OF_BLOCK_FN void of_round_block(uint16_t *to, const float *from, const of_words words, int row) {

@@ -86,15 +86,32 @@ OF_DEVICE_FN of_block of_begin_block(const of_cuda_common &common, const of_tens
 template <unsigned USED, int N>
 OF_DEVICE_FN void of_update_pack(const of_tensor &tensor, const of_block &block, uint64_t at);
 
+// The part of a tensor that a block works on.
+struct of_part {
+    of_tensor tensor;
+    uint64_t begin, end; // its elements
+};
+
+template <unsigned USED>
+OF_DEVICE_FN of_part of_part_of(const of_cuda_common &common, const uint64_t *words) {
+    of_part part;
+    part.tensor = of_unpack<USED>(of_find<USED>(words, common.entries, blockIdx.x));
+    const uint64_t begin = (blockIdx.x - part.tensor.first_block) * common.chunk;
+    part.begin = begin;
+    part.end = part.tensor.n - begin < common.chunk ? part.tensor.n : begin + common.chunk;
+    return part;
+}
+
 // One thread's part of a block.
 template <unsigned USED>
 OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *words) {
     if (common.found_inf_at && *common.found_inf_at == 1.0f)
         return;
-    const of_tensor tensor = of_unpack<USED>(of_find<USED>(words, common.entries, blockIdx.x));
+    const of_part part = of_part_of<USED>(common, words);
+    const of_tensor &tensor = part.tensor;
     const auto block = of_begin_block<USED>(common, tensor);
-    uint64_t at = (blockIdx.x - tensor.first_block) * common.chunk;
-    const uint64_t end = tensor.n - at < common.chunk ? tensor.n : at + common.chunk;
+    uint64_t at = part.begin;
+    const uint64_t end = part.end;
     if (of_aligned<USED>(tensor, 16)) {
         const uint64_t packed = end - end % OF_LANES;
         for (uint64_t i = at + threadIdx.x * OF_LANES; i < packed; i += blockDim.x * OF_LANES)
@@ -109,12 +126,13 @@ OF_DEVICE_FN void of_update_block(const of_cuda_common &common, const uint64_t *
 // can use.
 #define OF_CUDA_NAME(rule, used, size)                                                             \
     OF_PASTE(OF_PASTE(of_cuda, OF_PASTE(rule, OF_DTYPE)), OF_PASTE(used, size))
-#define OF_CUDA_KERNEL(rule, used, size)                                                           \
+#define OF_CUDA_KERNEL(rule, used, size, update)                                                   \
     extern "C" __global__ void __launch_bounds__(OF_CUDA_THREADS)                                  \
         OF_CUDA_NAME(rule, used, size)(OF_CUDA_ARGUMENT(of_cuda_##size##_table) table) {                 \
-        of_update_block<used>(table.common, table.words);                                          \
+        update<used>(table.common, table.words);                                                   \
     }
 #define OF_CUDA_KERNELS(rule, used)                                                                \
-    OF_CUDA_KERNEL(rule, used, small) OF_CUDA_KERNEL(rule, used, large)
+    OF_CUDA_KERNEL(rule, used, small, of_update_block)                                             \
+    OF_CUDA_KERNEL(rule, used, large, of_update_block)
 
 #endif

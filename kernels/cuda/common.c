@@ -34,12 +34,15 @@ static unsigned variant_of(const double *prepared) {
         (void)hyper;                                                                               \
         return (1u << OF_MAX_STATE) - 1u;                                                          \
     }
+#define OF_USED_ROUNDED(rule)
 #define OF_USED_NONE(rule)
 #define OF_ROW_NONE(rule, RULE, form, numbers)
 #define OF_ROW_FUSED(rule, RULE, form, numbers)                                                    \
     {#rule, RULE##_N_OPTIONS * sizeof(double), rule##_state_used, false, false, 0, 0},
 #define OF_ROW_OP_BY_OP(rule, RULE, form, numbers)                                                 \
     {#rule, sizeof(form##_scalars), rule##_used, true, false, numbers, 0},
+#define OF_ROW_ROUNDED(rule, RULE, form, numbers)                                                  \
+    {#rule, sizeof(rule##_scalars), rule##_state_used, true, false, 0, 0},
 #define OF_ROW_PROGRAM(rule, RULE, form, numbers) {#rule, 0, rule##_used, true, true, 0, 0},
 #define OF_NUMBERS_UNCOUNTED(RULE) 0
 #define OF_NUMBERS_COUNTED(RULE) 0
@@ -73,6 +76,7 @@ of_cuda_status of_cuda_rule(const of_gpu_update *update, of_cuda_state *state,
     common->found_inf_at = update->found_inf_at;
     common->factor_at = update->factor_at;
     common->early = early;
+    common->wide_state = update->wide_state;
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
         const rule *known = &rules[i];
         if (strcmp(known->name, update->rule) != 0)
@@ -83,7 +87,9 @@ of_cuda_status of_cuda_rule(const of_gpu_update *update, of_cuda_state *state,
         common->numbers = known->numbers;
         common->runs_programs = known->runs_programs;
         state->used = known->state_used(update->hyper);
-        state->bytes = known->state_bytes ? known->state_bytes : of_dtype_size(update->dtype);
+        state->bytes = known->state_bytes    ? known->state_bytes
+                       : update->wide_state ? sizeof(float)
+                                            : of_dtype_size(update->dtype);
         return OF_CUDA_OK;
     }
     return of_cuda_fail(OF_CUDA_UNSUPPORTED, "no CUDA kernels for the rule %s", update->rule);

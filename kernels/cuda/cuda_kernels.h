@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 13 };
+enum { OF_CUDA_ABI_VERSION = 14 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,

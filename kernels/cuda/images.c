@@ -44,6 +44,8 @@ typedef struct image {
 #define OF_DECLARE_FUSED OF_DECLARE
 #define OF_DECLARE_OP_BY_OP OF_DECLARE
 #define OF_DECLARE_PROGRAM OF_DECLARE
+#define OF_DECLARE_ROUNDED(rule)                                                                   \
+    OF_CODE_OF(rule##_float32) OF_CODE_OF(rule##_bfloat16) OF_CODE_OF(rule##_float16)
 #define OF_DECLARE_NONE(rule)
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_DECLARE_##gpu(rule)
 #include "rules.def"
@@ -66,6 +68,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 #define OF_IMAGES_FUSED OF_IMAGES
 #define OF_IMAGES_OP_BY_OP OF_IMAGES
 #define OF_IMAGES_PROGRAM OF_IMAGES
+#define OF_IMAGES_ROUNDED(rule)                                                                    \
+    OF_IMAGE(rule, float32, OF_FLOAT32)                                                            \
+    OF_IMAGE(rule, bfloat16, OF_BFLOAT16)                                                          \
+    OF_IMAGE(rule, float16, OF_FLOAT16)
 #define OF_IMAGES_NONE(rule)
 static image images[] = {
 #define OF_RULE(rule, RULE, cpu, gpu, form, steps) OF_IMAGES_##gpu(rule)

@@ -116,7 +116,8 @@ static uint64_t step_word(const of_gpu_entry *entry) {
     const float step = (float)entry->step;
     uint32_t bits;
     memcpy(&bits, &step, sizeof bits);
-    return entry->step_at ? (uint64_t)(uintptr_t)entry->step_at : bits;
+    return entry->step_at ? (uint64_t)(uintptr_t)entry->step_at
+                          : (uint64_t)entry->parameter << 32 | bits;
 }
 
 static void append(call *c, const of_gpu_entry *entry) {

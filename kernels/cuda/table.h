@@ -41,10 +41,12 @@ typedef struct of_cuda_common {
     const void *factor_at;
     uint32_t entries;
     uint32_t chunk;          /* elements that a block updates */
-    uint8_t steps_on_device; /* a step word is a pointer, else the bits of a float */
+    /* A step word is a pointer, else the bits of a float and, above them, of_gpu_entry.parameter. */
+    uint8_t steps_on_device;
     uint8_t early;           /* of_cuda_early() of this chip */
     uint8_t numbers;         /* of_gpu_entry.numbers_at that the rule has */
     uint8_t runs_programs;
+    uint8_t wide_state; /* of_gpu_update.wide_state */
     uint16_t reads, writes; /* of_program.reads and writes */
     uint16_t code; /* instructions of the program; their words are before the first entry's */
 } of_cuda_common;

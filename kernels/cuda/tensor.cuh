@@ -25,15 +25,15 @@ struct of_tensor {
     uint64_t first_block;
 };
 
-template <unsigned BITS> struct of_bits {
-    enum { COUNT = (BITS & 1) + of_bits<(BITS >> 1)>::COUNT };
+template <unsigned BITS> struct of_count_of {
+    enum { COUNT = (BITS & 1) + of_count_of<(BITS >> 1)>::COUNT };
 };
-template <> struct of_bits<0> {
+template <> struct of_count_of<0> {
     enum { COUNT = 0 };
 };
 
 template <unsigned USED> struct of_words {
-    enum { STATES = of_bits<USED>::COUNT };
+    enum { STATES = of_count_of<USED>::COUNT };
     enum { STRIDE = OF_CUDA_WORDS_BESIDE_STATE + STATES + OF_NUMBERS };
 };
 

@@ -14,6 +14,7 @@
 OF_ENUMERATE(ADAMW);
 
 #define ADAMW_VARIANTS(X) X(0)
+#define ADAMW_SETS(X, ...) X(__VA_ARGS__, 3)
 /* shrink: what decay leaves of the parameter. correction, eps: of the root. */
 #define ADAMW_NUMBERS(X)                                                                           \
     X(shrink) X(beta1) X(weight1) X(beta2) X(weight2) X(correction) X(eps) X(step_size) X(sign)

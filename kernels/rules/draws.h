@@ -57,6 +57,15 @@ OF_RULE_FN void of_philox(uint32_t *counter, uint64_t key) {
     }
 }
 
+/* The words of a lane's block. */
+OF_RULE_FN void of_draw_lane(uint32_t *words, uint64_t block, of_draw_key key) {
+    words[0] = (uint32_t)block;
+    words[1] = (uint32_t)(block >> 32);
+    words[2] = key.step;
+    words[3] = key.parameter;
+    of_philox(words, key.seed);
+}
+
 OF_RULE_FN uint32_t of_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -98,13 +107,14 @@ OF_RULE_FN uint16_t of_float16_stochastic(float x, uint32_t draw) {
     return (uint16_t)((bits >> 16 & 0x8000u) | (0x7e00u & is_nan) | (number & ~is_nan));
 }
 
-/* Those of an instance's dtype. */
+/* Those of an instance's dtype, and the elements of a chunk: of a lane, and of all. */
 #if defined(OF_DTYPE_BFLOAT16)
 enum { OF_HALVES = 2 };
 #define OF_STOCHASTIC of_bfloat16_stochastic
-#elif defined(OF_DTYPE_FLOAT16)
+#else
 enum { OF_HALVES = 1 };
 #define OF_STOCHASTIC of_float16_stochastic
 #endif
+enum { OF_ROWS = (int)OF_DRAW_WORDS * (int)OF_HALVES, OF_CHUNK = OF_ROWS * (int)OF_DRAW_LANES };
 
 #endif

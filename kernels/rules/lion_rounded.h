@@ -14,6 +14,7 @@
 OF_ENUMERATE(LION_ROUNDED);
 
 #define LION_ROUNDED_VARIANTS(X) X(0)
+#define LION_ROUNDED_SETS(X, ...) X(__VA_ARGS__, 1)
 /* shrink: what decay leaves of the parameter */
 #define LION_ROUNDED_NUMBERS(X)                                                                    \
     X(shrink) X(beta1) X(weight1) X(beta2) X(weight2) X(step_size) X(sign)

@@ -11,11 +11,12 @@
 #define OF_ROUNDED_OPTIONS(X, rule)                                                                \
     X(rule, stochastic_rounding) X(rule, stochastic_state) X(rule, seed)
 
-/* The first member of each such rule's scalars. */
+/* The first member of each such rule's scalars. Without padding, because scalars are compared by
+ * their bytes. */
 typedef struct rounded_scalars {
     uint64_t seed;
     uint32_t step;
-    bool param, state; /* whether they are rounded stochastically: not the state alone */
+    uint16_t param, state; /* whether they are rounded stochastically: not the state alone */
 } rounded_scalars;
 
 /* stochastic: where these options begin. */
@@ -30,7 +31,7 @@ static inline rounded_scalars rounded_prepare(const double *stochastic, double s
  * computation. NUMBERS(X) has their names. */
 #define OF_AS_DOUBLE(name) double name;
 #define OF_AS_REAL(name) of_real name;
-#define OF_TO_REAL(name) k.name = (of_real)s->name;
+#define OF_TO_REAL(name) k.name = of_rounded(s->name);
 #define OF_ROUNDED_NUMBERS(rule, NUMBERS)                                                          \
     typedef struct rule##_scalars {                                                                \
         rounded_scalars common;                                                                    \

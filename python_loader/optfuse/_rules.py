@@ -112,7 +112,7 @@ class Rule:
     counts_on_gpu: bool  # of a parameter on a GPU all of these are there, too
     counts_steps: bool  # there is a "step"
     # It computes in float32 and rounds once: parameters of 16 bits may have float32 state. It has
-    # kernels for the CPU, and none for float64.
+    # no kernels for float64.
     rounds: bool
     # The implementation of PyTorch on the CPU whose bits are reproduced, and the
     # flag of a group that selects it.

@@ -63,6 +63,8 @@ static void random_options(const of_rule *rule, double *hyper, uint64_t *random)
             hyper[i] = pick(random, weights, 3);
         else if (!strcmp(name, "lr"))
             hyper[i] = pick(random, rates, 2);
+        else if (!strcmp(name, "seed"))
+            hyper[i] = (double)(random_next(random) >> 11);
         else
             hyper[i] = !strcmp(name, "eps") ? 1e-8 : pick(random, flags, 2);
     }
@@ -88,13 +90,15 @@ static const float *upload_step(const tensor *t, size_t index) {
     return at;
 }
 
-static of_gpu_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used, size_t index,
-                            uint64_t *random) {
+static of_gpu_entry upload(tensor *t, const of_rule *rule, const of_gpu_update &update, bool mixed,
+                           unsigned used, size_t index, uint64_t *random) {
     static const double steps[] = {1, 2, 17, 1000};
+    const of_dtype dtype = update.dtype;
     const size_t n = random_length(random);
     const size_t shared = random_next(random) % 2 ? 0 : random_next(random) % 16; // elements
     of_gpu_entry entry = {};
     t->mine.mixed = t->wanted.mixed = mixed;
+    t->mine.wide = t->wanted.wide = update.wide_state;
     arrays_place(&t->mine, dtype, n, used, random);
     arrays_place(&t->wanted, dtype, n, used, random);
     arrays_fill(&t->wanted, random);
@@ -115,7 +119,8 @@ static of_gpu_entry upload(tensor *t, of_dtype dtype, bool mixed, unsigned used,
         entry.state[i] = at[2 + i];
     entry.n = n;
     entry.step = t->step;
-    if (random_next(random) % 2)
+    entry.parameter = (uint32_t)index;
+    if (random_next(random) % 2 && !rule->rounds)
         entry.step_at = upload_step(t, index);
     return entry;
 }
@@ -219,7 +224,10 @@ static void expect(tensor *t, const of_rule *rule, const of_gpu_update &update, 
         if (rule->counts_on_gpu)
             take_numbers(t, own);
         span.factors = s.factor ? factors : NULL;
-        of_kernel_find(rule->name, OF_REF_CUDA_OP_BY_OP, dtype, OF_CPU, OF_ISA_C)->run(&span, own);
+        span.parameter = (uint32_t)(t - tensors);
+        of_kernel_find(rule->name, rule->rounds ? OF_REF_CPU_FUSED : OF_REF_CUDA_OP_BY_OP, dtype,
+                       OF_CPU, OF_ISA_C)
+            ->run(&span, own);
         return;
     }
     of_kernel_find(update.rule, OF_REF_CUDA_FUSED, dtype, OF_CPU, OF_ISA_C)->run(&span, &s);
@@ -286,13 +294,15 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int m
     update.found_inf_at = random_next(random) % 2 ? device_scalars + 2 : NULL;
     if (s.factor)
         update.factor_at = dtype == OF_FLOAT64 ? (void *)device_factor : device_scalars + 3;
+    update.wide_state = rule->rounds && of_dtype_size(dtype) == 2 && random_next(random) % 2;
     if (rule->prepare_gpu)
         prepare(rule, &update, random);
     if (rule->runs_programs)
         take_program(&update, random);
     check_prepared(update);
     for (size_t i = 0; i < TENSORS; i++) {
-        entries[i] = upload(&tensors[i], dtype, mixed, state_used(rule, s.hyper), i, random);
+        entries[i] =
+            upload(&tensors[i], rule, update, mixed, state_used(rule, s.hyper), i, random);
         if (rule->counts_on_gpu)
             upload_numbers(&tensors[i], &entries[i], i, random);
     }
@@ -310,7 +320,9 @@ static size_t check_round(const of_rule *rule, of_dtype dtype, bool mixed, int m
     return count;
 }
 
-static bool is_for_gpus(const of_rule *rule) {
+static bool is_for_gpus(const of_rule *rule, int dtype) {
+    if (rule->rounds)
+        return rule->prepare_gpu && dtype != OF_FLOAT64;
     return rule->prepare_gpu || rule->runs_programs ||
            of_kernel_find(rule->name, OF_REF_CUDA_FUSED, OF_FLOAT32, OF_CPU, OF_ISA_C) != NULL;
 }
@@ -328,8 +340,9 @@ static int check_kernels(const of_rule *rule, of_dtype dtype, bool mixed, uint64
 static int check_all(uint64_t seed, int rounds, int major) {
     int failed = 0;
     for (const of_rule *rule = of_rules; rule->name; rule++) {
-        for (int dtype = 0; dtype < OF_DTYPE_COUNT && is_for_gpus(rule); dtype++)
-            failed += check_kernels(rule, (of_dtype)dtype, false, seed, rounds, major);
+        for (int dtype = 0; dtype < OF_DTYPE_COUNT; dtype++)
+            if (is_for_gpus(rule, dtype))
+                failed += check_kernels(rule, (of_dtype)dtype, false, seed, rounds, major);
         if (of_rule_mixed(rule))
             failed += check_kernels(rule, OF_FLOAT32, true, seed, rounds, major);
     }

@@ -49,7 +49,6 @@ def try_with_stock(stock: type[Optimizer], groups: list[Group], fuse: FuseBy) ->
 
 #: Parameters for which rules that round have no kernels.
 _NOT_ROUNDED: dict[str, Callable[[Tensor], bool]] = {
-    "are on a GPU": lambda p: is_gpu(p.device),
     "are float64": lambda p: p.dtype is torch.float64,
     "are DTensors": is_dtensor,
 }

@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 STEPS = 8  # RAdam takes another way from the sixth on
 SIZES = (1, 7, 64, 1003, 9001)  # with tails, and more than a block's part
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 3e38, 1.0, -65504.0)
-_LEFT_OUT = ("params", "param_names", "lr", "initial_lr")
+_LEFT_OUT = ("params", "param_names", "lr", "initial_lr", "seed")
 # With one of these the class computes its scalars in other ways, or on the device.
 # (ASGD checks no alpha; PyTorch's power function has ways of its own for negative ones.)
 _OTHER_WAYS = ("capturable", "fused", "differentiable", "a tensor as lr", "a negative alpha")

@@ -64,7 +64,8 @@ static double random_hyper(const char *name, uint64_t *random) {
     static const double betas[] = {0.0, 0.5, 0.9, 0.999}, weights[] = {0.0, 0.01, 0.3};
     static const double rates[] = {1e-3, 0.1, 7.0}, eps[] = {0.0, 1e-8, 1e-3};
     static const char *const flags[] = {"amsgrad",  "maximize", "decoupled",
-                                        "nesterov", "centered", "decoupled_weight_decay"};
+                                        "nesterov", "centered", "decoupled_weight_decay",
+                                        "stochastic_rounding", "stochastic_state"};
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (strcmp(name, flags[i]) == 0)
             return (double)(random_next(random) & 1);
@@ -75,6 +76,8 @@ static double random_hyper(const char *name, uint64_t *random) {
         return pick(random, betas, 4);
     if (strcmp(name, "weight_decay") == 0)
         return pick(random, weights, 3);
+    if (strcmp(name, "seed") == 0)
+        return (double)(random_next(random) >> 11);
     return strcmp(name, "eps") == 0 ? pick(random, eps, 3) : pick(random, rates, 3);
 }
 
@@ -132,6 +135,7 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     const size_t n = random_length(longest, random) % (longest + 1);
     static const size_t alignments[] = {16, 16, 8, 1};
     t->mine.mixed = t->wanted.mixed = b->mixed;
+    t->mine.wide = t->wanted.wide = b->update.wide_state;
     arrays_place_aligned(&t->mine, dtype, n, used, alignments[random_next(random) % 4], random);
     arrays_place(&t->wanted, dtype, n, used, random);
     arrays_fill(&t->wanted, random);
@@ -145,11 +149,13 @@ static void fill_tensor(batch *b, size_t i, unsigned used, uint64_t *random) {
     t->step_on_device = i ? b->tensors[i - 1].step_on_device : random_next(random) & 1;
     if (random_next(random) % 1000 == 0 || (b->n < LONG_TENSORS && random_next(random) % 8 == 0))
         t->step_on_device = !t->step_on_device;
+    t->step_on_device = t->step_on_device && !b->rule->rounds;
     *entry = (of_gpu_entry){.param = t->mine.at[0],
                              .grad = t->mine.at[1],
                              .n = n,
                              .step_at = t->step_on_device ? &t->step_before : NULL,
-                             .step = t->step_on_device ? NAN : t->step};
+                             .step = t->step_on_device ? NAN : t->step,
+                             .parameter = (uint32_t)random_next(random) >> 8};
     for (int k = 0; k < OF_MAX_STATE; k++)
         entry->state[k] = t->mine.at[2 + k];
     if (n == 0 && random_next(random) & 1)
@@ -202,6 +208,9 @@ void batch_fill(batch *b, const of_rule *rule, of_dtype dtype, bool many, uint64
     if (random_next(random) % 2)
         b->update.factor_at =
             dtype == OF_FLOAT64 ? (const void *)&b->wide_factor : (const void *)&b->factor;
+    b->update.wide_state = rule->rounds && of_dtype_size(dtype) == 2 && random_next(random) % 2;
+    if (rule->rounds && random_next(random) % 2) /* blocks begin within chunks of draws */
+        b->update.chunk = OF_CUDA_CHUNK_UNIT;
     if (rule->prepare_gpu)
         prepare(b, random);
     if (rule->runs_programs)
@@ -268,7 +277,9 @@ static void expect_tensor(batch *b, size_t i) {
         if (b->rule->counts_on_gpu)
             take_numbers(b, t, prepared);
         span.factors = b->update.factor_at ? factors : NULL;
-        of_kernel_find(b->rule->name, OF_REF_CUDA_OP_BY_OP, dtype, OF_CPU, OF_ISA_C)
+        span.parameter = b->entries[i].parameter;
+        of_kernel_find(b->rule->name, b->rule->rounds ? OF_REF_CPU_FUSED : OF_REF_CUDA_OP_BY_OP,
+                       dtype, OF_CPU, OF_ISA_C)
             ->run(&span, prepared);
         return;
     }

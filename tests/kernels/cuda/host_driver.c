@@ -37,6 +37,8 @@ typedef struct kernel_row {
 #define DTYPES_FUSED DTYPES
 #define DTYPES_OP_BY_OP DTYPES
 #define DTYPES_PROGRAM DTYPES
+#define DTYPES_ROUNDED(SETS, X, rule)                                                              \
+    SETS(X, rule, float32) SETS(X, rule, bfloat16) SETS(X, rule, float16)
 #define DTYPES_NONE(sets, X, rule)
 
 /* The "code" of an image is its name, and says whether it is that for older drivers. */
@@ -48,6 +50,7 @@ typedef struct kernel_row {
 #define IMAGES_FUSED IMAGES
 #define IMAGES_OP_BY_OP IMAGES
 #define IMAGES_PROGRAM IMAGES
+#define IMAGES_ROUNDED(rule) IMAGE(rule##_float32) IMAGE(rule##_bfloat16) IMAGE(rule##_float16)
 #define IMAGES_NONE(rule)
 #define DECLARE(rule, dtype, used)                                                                 \
     kernel_fn of_cuda_##rule##_##dtype##_##used##_small, of_cuda_##rule##_##dtype##_##used##_large;

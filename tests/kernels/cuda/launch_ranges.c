@@ -54,8 +54,9 @@ static size_t element_of(const char *kernel) {
 }
 
 /* Bytes of an element of the state. */
-static size_t state_of(const char *kernel) {
-    return strstr(kernel, "_mixed_") ? sizeof(uint16_t) : element_of(kernel);
+static size_t state_of(const char *kernel, const of_cuda_common *common) {
+    const size_t narrow = strstr(kernel, "_mixed_") ? sizeof(uint16_t) : element_of(kernel);
+    return common->wide_state ? sizeof(float) : narrow;
 }
 
 /* The name is of_cuda_RULE_DTYPE_USED_SIZE. */
@@ -77,7 +78,7 @@ static void read_update(launch_ranges *r, const char *kernel, const void *table)
                                    element_of(kernel) == sizeof(double) ? OF_FLOAT64 : OF_FLOAT32);
     for (uint32_t i = 0; i < common->entries; i++)
         add_entry(r, common, word + i * (OF_CUDA_WORDS_BESIDE_STATE + states + common->numbers),
-                  states, element_of(kernel), state_of(kernel));
+                  states, element_of(kernel), state_of(kernel, common));
 }
 
 static void read_steps(launch_ranges *r, const of_cuda_steps *steps) {

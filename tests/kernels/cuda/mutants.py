@@ -39,10 +39,11 @@ class Mutant:
 UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
 PROGRAM, CODE = "cuda/program.cu", "cuda/code.c"
-PACKING = "cuda/packing.cu"
+PACKING, ROUNDED = "cuda/packing.cu", "cuda/rounded.cu"
 OP_BY_OP, ELEMENT, OPERATORS = "cuda/op_by_op.cu", "cuda/op_by_op_element.h", "rules/aten_cuda.h"
-SOURCES = {"programs": PROGRAM, "packing": PACKING}
+SOURCES = {"programs": PROGRAM, "packing": PACKING, "adamw": ROUNDED}
 FORMS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
+LISTS = ("VARIANTS", "ROOTS", "N_STATE")
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
 LANES = """#pragma unroll
     for (int lane = 0; lane < N; lane++) {
@@ -156,6 +157,32 @@ MUTANTS = [
            "(float)wide[0], (float)wide[0]", rule="programs"),
     Mutant("programs, entries begin in the program", LAUNCH, "c->table.words + c->code + (i + 1)",
            "c->table.words + (i + 1)", rule="programs"),
+    Mutant("rounding, the compiler fuses products", ROUNDED, "", "",
+           ("-ffp-contract=fast", "-mfma"), rule="adamw"),
+    Mutant("rounding, two lanes have one's integers", ROUNDED, "chunk * OF_DRAW_LANES + lane,",
+           "chunk * OF_DRAW_LANES + lane / 2,", (), "bfloat16", "adamw"),
+    Mutant("rounding, a chunk has another's integers", ROUNDED, "chunk * OF_DRAW_LANES + lane,",
+           "(chunk & 15) * OF_DRAW_LANES + lane,", (), "float16", "adamw"),
+    Mutant("rounding, the halves of a word are exchanged", ROUNDED, "word >> row %",
+           "word >> (row + 1) %", (), "bfloat16", "adamw"),
+    Mutant("rounding, two rows have one word", ROUNDED, "words[row / OF_HALVES];",
+           "words[row / OF_HALVES / 2 * 2];", (), "float16", "adamw"),
+    Mutant("rounding, a state tensor has the other's integers", ROUNDED,
+           "of_draw_of(words[1 + i], row)", "of_draw_of(words[1], row)", (), "bfloat16", "adamw"),
+    Mutant("rounding, all parameters have one number", ROUNDED, "tensor.step >> 32", "0", (),
+           "bfloat16", "adamw"),
+    Mutant("rounding, the number is not handed over", LAUNCH, "entry->parameter << 32 | bits",
+           "bits", (), "bfloat16", "adamw"),
+    Mutant("rounding, state lies as the parameter", "cuda/common.c", "= update->wide_state;",
+           "= false;", (), "bfloat16", "adamw"),
+    Mutant("rounding, the factor's product is not rounded", ROUNDED,
+           "of_widen(of_narrow(e[row].grad * block.factor.by));",
+           "e[row].grad * block.factor.by;", (), "bfloat16", "adamw"),
+    Mutant("rounding, elements of the next block, too", ROUNDED, "part.end);\n        else",
+           "part.tensor.n);\n        else", (), "bfloat16", "adamw"),
+    Mutant("rounding, a last chunk of one element is left out", ROUNDED,
+           "chunk * OF_CHUNK < part.end;", "chunk * OF_CHUNK + 1 < part.end;", (), "float16",
+           "adamw"),
     Mutant("packing, the middle row is added twice", PACKING, "if (last != first)", "if (true)",
            rule="packing"),
     Mutant("packing, one element too many", PACKING, "for (; at < n;", "for (; at <= n;",
@@ -211,7 +238,7 @@ class Build:
         out = self.folder / name
         macros = [f"-DOF_RULE={rule}", f"-DOF_RULE_{rule.upper()}"]
         macros += [f"-DOF_DTYPE={dtype}", f"-DOF_DTYPE_{dtype.upper()}", "-DOF_ISA=cuda"]
-        macros += [f"-DOF_{name}={rule.upper()}_{name}" for name in ("VARIANTS", "ROOTS", "SETS")]
+        macros += [f"-DOF_{name}={rule.upper()}_{name}" for name in (*LISTS, "SETS")]
         form = FORMS.get(rule, rule)
         macros += [f'-DOF_RULE_HEADER="../rules/{form}.h"']
         macros += [f"-DOF_FORM={form}"] if rule in FORMS else []

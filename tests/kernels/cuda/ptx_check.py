@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 CHIPS = ("sm_90", "sm_75")
-SPILLS = ("adam", "adam_mixed", "sgd", "rmsprop", "nadam", "programs", "packing")
+SPILLS = ("adam", "adam_mixed", "sgd", "rmsprop", "nadam", "programs", "packing", "adamw")
 SCALARS = 12  # roundings of a kernel's scalars to float, at most; there are more elements
 # Where powers are in double, as CUDA's library has them in PyTorch (kernels/cuda/meson.build).
 CONTRACTED = ("adam-float64", "adam_mixed-float32")
@@ -34,6 +34,7 @@ CONTROLS = (
     ("adam-float32", ("-fmad=true", "-use_fast_math")),
     ("nadam-float32", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true")),
     ("programs-float32", ("-fmad=true", "-prec-div=false")),
+    ("adamw-bfloat16", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true")),
     ("asgd_next", ("-fmad=true", "-prec-div=false", "-prec-sqrt=false", "-ftz=true")),
     ("packing-float32", ("-fmad=true", "-ftz=true")),
 )
