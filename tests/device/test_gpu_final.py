@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Backward(final=True) on a GPU, equal to the hooks that trainers write."""
 
+import sys
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -66,10 +68,19 @@ class Slow(torch.optim.SGD):
 
 
 def test_updates_of_two_devices_take_turns():
-    """Whose gradients are complete on two threads."""
+    """Their gradients are complete on two threads."""
     Slow.gradients.clear()
     params = [nn.Parameter(torch.ones(3).to(at)) for at in 2 * ("cpu", NAME)]
     optfuse.fuse(Slow(params, lr=0.1), optfuse.Backward(final=True))
     for _ in range(3):
         sum((p * p).sum().cpu() for p in params).backward()
     assert Slow.gradients == 12 * [1]
+
+
+def test_the_part_of_the_run_on_a_gpu_starts():
+    """tests/gpu/fused_pass.py, of a small model."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "gpu"))
+    import fused_pass
+
+    found = list(fused_pass.rows(torch.device(NAME), 32))
+    assert len(found) == 2 + len(fused_pass.CLASSES) + len(fused_pass.ROUNDED) + 1

@@ -127,7 +127,7 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     full = [(recorded, 100.0), (bits, 150.0), (transparency, 100.0), (controls, 45.0)]
     full += [(random_programs, 40.0)]
     deep = [(sanitizers, 100.0), (recorded_times, 30.0), (layers, 60.0), (promises, 60.0)]
-    deep += [(from_ptx, 60.0)]
+    deep += [(fused_pass, 30.0), (from_ptx, 60.0)]
     short = [*quick, *full[3:]]
     return {"quick": quick, "full": full, "deep": deep, None: short}[call]
 
@@ -278,6 +278,11 @@ def random_programs(plan: Plan) -> Part:
 def recorded_times(plan: Plan) -> Part:
     command = plan.python("tests/gpu/recorded_times.py", "--device", plan.device)
     return Part("times of recorded classes", [command], 60, MEASURED, judge_last)
+
+
+def fused_pass(plan: Plan) -> Part:
+    command = plan.python("tests/gpu/fused_pass.py", "--device", plan.device)
+    return Part("the fused back pass", [command], 60, MEASURED, judge_last)
 
 
 def controls(plan: Plan) -> Part:

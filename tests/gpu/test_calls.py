@@ -41,7 +41,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
     assert names == {
         "quick": ["build", *quick, "benchmark against stock"],
         "full": ["build", *full, "random programs"],
-        "deep": ["build", *deep, "kernels compiled by the driver"],
+        "deep": ["build", *deep, "the fused back pass", "kernels compiled by the driver"],
     }
 
 
