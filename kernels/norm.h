@@ -13,12 +13,22 @@
 extern "C" {
 #endif
 
+/* The running sums of an order: at least so many, and at most. */
+#ifdef __aarch64__
+enum { OF_NORM_LANES = 4 };
+#else
+enum { OF_NORM_LANES = 8 };
+#endif
+enum { OF_NORM_SUMS = 8 };
+
 typedef struct of_norm {
     const float *data;
     size_t n;
     double factors[2];
     float norm;  /* out */
     bool finite; /* out: before the factors */
+    float *sums; /* NULL; or the running sums, OF_NORM_SUMS zeros at first, of more than one number
+                    that come in parts, all but the last of whole vectors */
 } of_norm;
 
 /* Norms of several arrays. Each sum is a chain of additions that wait for each other, so that

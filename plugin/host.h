@@ -160,7 +160,8 @@ typedef struct of_product_host {
      * product, and all of it is at *grad. key: of_inputs.product. */
     const void *(*begin)(const void *key, const void **grad);
     /* Computes rows [first, end), of consecutive elements, into memory of the calling thread, which
-     * stays as it is until the thread's next call. NULL after of_set_error(). */
+     * stays as it is until the thread's next call. NULL after of_set_error(). Panels are begun in
+     * the order of rows, so one may wait for those before. */
     const void *(*rows)(const void *product, int64_t first, int64_t end);
     void (*end)(const void *product);
 } of_product_host;

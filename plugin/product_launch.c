@@ -8,7 +8,8 @@
 
 typedef struct of_panels {
     const of_update *update;
-    int64_t begin; /* the first that is run */
+    _Atomic int64_t next; /* that a thread takes */
+    int64_t end;
     bool past_caches;
     atomic_bool failed;
     char why[256]; /* written by the thread that was the first to set failed */
@@ -46,13 +47,14 @@ static void run_panel(of_panels *panels, int64_t first, int64_t end) {
                     panels->past_caches);
 }
 
-/* Panels [begin, end) of those that are run. */
-static void run_panels(void *arg, int64_t begin, int64_t end) {
+/* On each thread. */
+static void run_panels(void *arg, int64_t unused_begin, int64_t unused_end) {
+    (void)unused_begin, (void)unused_end;
     of_panels *panels = arg;
     const of_inputs *in = &panels->update->in;
     const unsigned outside = of_floating_now();
     of_floating_set(panels->update->floating);
-    for (int64_t i = panels->begin + begin; i < panels->begin + end; i++) {
+    for (int64_t i; (i = atomic_fetch_add(&panels->next, 1)) < panels->end;) {
         const int64_t first = i * in->panel_rows, end_of_panel = first + in->panel_rows;
         run_panel(panels, first, end_of_panel < in->rows ? end_of_panel : in->rows);
     }
@@ -63,7 +65,8 @@ static void run_panels(void *arg, int64_t begin, int64_t end) {
 static void run_threads(void *arg, int64_t begin, int64_t end, bool past_caches) {
     of_panels *panels = arg;
     const of_host *host = &panels->update->plan->host;
-    panels->begin = begin;
+    atomic_store(&panels->next, begin);
+    panels->end = end;
     panels->past_caches = past_caches;
     host->parallel_for(host->ctx, end - begin, run_panels, panels);
 }

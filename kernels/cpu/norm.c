@@ -25,6 +25,7 @@
 of_norm_fn OF_NORM;
 
 enum { LANES = OF_LANES, TOGETHER = 4 };
+_Static_assert(OF_LANES >= OF_NORM_LANES && OF_LANES <= OF_NORM_SUMS, "callers count on it");
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 #define OF_INLINE static inline __attribute__((always_inline))
 
@@ -106,6 +107,8 @@ static bool is_finite(const of_norm *of, float norm) {
 
 static void finish(const chain *c) {
     of_norm *of = c->of;
+    if (of->sums)
+        memcpy(of->sums, &c->squares, sizeof c->squares);
     float sum = c->squares[0];
     for (int i = 1; i < LANES; i++)
         sum += c->squares[i];
@@ -120,12 +123,14 @@ static void finish(const chain *c) {
         const float square = x * x;
         sum = at < fused ? sum + square : fmaf(x, x, sum);
     }
-    of->norm = of->n == 1 ? fabsf(scaled_at(of, 0)) : sqrtf(sum);
+    of->norm = of->n == 1 && !of->sums ? fabsf(scaled_at(of, 0)) : sqrtf(sum);
     of->finite = is_finite(of, of->norm);
 }
 
 static void begin(chain *c, of_norm *of) {
     *c = (chain){.of = of, .next = of->data, .left = of->n / LANES};
+    if (of->sums)
+        memcpy(&c->squares, of->sums, sizeof c->squares);
 }
 
 /* Lets go of the chains whose vectors are over. Returns how many go on. */

@@ -36,7 +36,8 @@ std::vector<of_norm> our_norms(of_norm_fn *norm, const float *numbers,
                          static_cast<size_t>(lengths[i]),
                          {1, 1},
                          0,
-                         true});
+                         true,
+                         nullptr});
     for (of_norm &item : items)
         all.push_back(&item);
     norm(all.data(), all.size());

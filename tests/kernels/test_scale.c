@@ -126,6 +126,40 @@ static bool norms_agree(size_t order, of_isa isa, arrays *a, bool special, uint6
     return agree && arrays_intact(a);
 }
 
+/* Numbers in three parts, of whole vectors but for the last, and all of them. */
+static bool parts_agree(size_t order, of_isa isa, arrays *a, uint64_t *random) {
+    const size_t first = 16 * (1 + random_next(random) % 20);
+    const size_t n = first + 32 + random_next(random) % 50;
+    arrays_place(a, OF_FLOAT32, n, 0, random);
+    float *x = (float *)(void *)a->at[FROM];
+    for (size_t i = 0; i < n; i++)
+        x[i] = (float)(random_real(random) * 2.0 - 1.0);
+    of_norm_fn *norm = of_norm_find(order, isa);
+    float sums[OF_NORM_SUMS] = {0};
+    const size_t ends[] = {first, first + 16, n};
+    of_norm whole = {.data = x, .n = n, .factors = {1, 1}}, part = whole;
+    norm(&(of_norm *){&whole}, 1);
+    part.sums = sums;
+    for (size_t i = 0, from = 0; i < 3; from = ends[i++]) {
+        part.data = x + from, part.n = ends[i] - from;
+        norm(&(of_norm *){&part}, 1);
+    }
+    return part.norm == whole.norm;
+}
+
+TEST(a_norm_of_parts_has_the_bits_of_the_whole) {
+    arrays a;
+    arrays_create(&a, MOST * sizeof(double));
+    for (size_t order = 0; of_norm_orders[order]; order++)
+        for (of_isa isa = OF_ISA_C; isa <= of_isa_detect(); isa++) {
+            uint64_t random = 12;
+            for (int i = 0; i < ROUNDS; i++)
+                ck_assert_msg(parts_agree(order, isa, &a, &random), "%s, %s, round %d",
+                              of_norm_orders[order], of_isa_name(isa), i);
+        }
+    arrays_destroy(&a);
+}
+
 TEST(every_norm_has_the_bits_of_the_c_one) {
     arrays a;
     arrays_create(&a, MOST * sizeof(double));
