@@ -4,9 +4,10 @@ and an embedding, with few rows in a batch, and scripts that look at gradients o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import peers
@@ -19,7 +20,8 @@ from optfuse_tools.ab.variants import Iteration, Wrap
 
 HEAD = 64  # features of an attention head
 CLASSES = 64  # behind an embedding
-MAX_NORM = 1.0
+MAX_NORM = 1.0  # that no model here reaches
+REACHED = 1e-4  # by each model at each step
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Case:
     rows: tuple[int, ...]  # of the batches, in turn; of gpt and an embedding: tokens
     iterations: int  # a round
     passes: int = 1  # backward passes a step
-    clips: bool = False  # by clip_grad_norm_
+    clips: float = 0  # clip_grad_norm_'s max_norm; 0: it is not called
+    norm_every: int = 0  # reads its norm behind step() and zero_grad(), at every so many steps
     logs: bool = False  # reads the norm of each gradient after each step
     autocast: bool = False  # to bfloat16
 
@@ -38,7 +41,10 @@ class Case:
         rows = f"{len(self.rows)} sizes" if len(self.rows) > 1 else f"{self.rows[0]}"
         unit = f"batch {rows}" if self.kind == "mlp" else f"{rows} tokens"
         also = {
-            "clip_grad_norm_": self.clips,
+            "clip_grad_norm_": self.clips == MAX_NORM,
+            "clip_grad_norm_ that clips": self.clips == REACHED,
+            "norm read each step": self.norm_every == 1,
+            f"norm read each {self.norm_every}th step": self.norm_every > 1,
             f"accumulate={self.passes}": self.passes > 1,
             "norm logger": self.logs,
             "bfloat16 autocast": self.autocast,
@@ -50,7 +56,7 @@ class Case:
     def has_peers(self) -> bool:
         """Whether the iteration is one that peers.py can make as a whole."""
         plain = self.kind in ("mlp", "gpt") and len(self.rows) == self.passes == 1
-        return plain and not self.logs and not self.autocast
+        return plain and not self.logs and not self.autocast and not self.norm_every
 
     @property
     def in_backward(self) -> bool:
@@ -67,7 +73,11 @@ CASES = (
     Case("mlp", 8, 1024, (8,), 10),
     Case("mlp", 8, 1024, (128,), 4),
     Case("mlp", 20, 512, (8,), 10),
-    Case("mlp", 4, 2048, (16,), 5, clips=True),
+    Case("mlp", 4, 2048, (16,), 5, clips=MAX_NORM),
+    Case("mlp", 4, 2048, (16,), 5, clips=MAX_NORM, norm_every=1),
+    Case("mlp", 4, 2048, (16,), 5, clips=MAX_NORM, norm_every=10),
+    Case("mlp", 4, 2048, (16,), 5, clips=REACHED),
+    Case("gpt", 4, 1024, (16,), 3, clips=MAX_NORM),
     Case("mlp", 4, 2048, (16,), 2, passes=4),
     Case("mlp", 4, 2048, (16,), 5, logs=True),
     Case("mlp", 4, 2048, tuple(range(1, 41)), 8),
@@ -118,7 +128,8 @@ def training(case: Case, wrap: Wrap) -> Iteration:
     if isinstance(opt, peers.Jitted):
         return in_jax(case, opt, model, *made[0])
     opt, whole = peers.stock_of(opt)
-    batches = cycle(made)
+    batches, steps = cycle(made), count()
+    norms = deque[Tensor](maxlen=1 if case.norm_every else 0)  # where the last one lives on
 
     def iterate() -> Tensor:
         opt.zero_grad()
@@ -128,8 +139,12 @@ def training(case: Case, wrap: Wrap) -> Iteration:
                 loss = mse_loss(model(x), y)
             loss.backward()
         if case.clips:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.clips))
         opt.step()
+        if case.norm_every:
+            opt.zero_grad()
+            if next(steps) % case.norm_every == 0:
+                norms[-1].item()
         if case.logs:
             _ = [p.grad.norm().item() for p in model.parameters() if p.grad is not None]
         return loss.detach()
@@ -145,4 +160,4 @@ def in_jax(case: Case, opt: peers.Jitted, model: nn.Module, x: Tensor, y: Tensor
     def loss_of(run: Callable[[Any], Any]) -> Any:
         return ((run(inputs) - wanted) ** 2).mean()
 
-    return peers.jitted(opt, model, loss_of, first, MAX_NORM if case.clips else None)
+    return peers.jitted(opt, model, loss_of, first, case.clips or None)
