@@ -26,8 +26,6 @@ std::atomic<size_t> n_on_their_way{0}; // read without the lock, as lock_free.h 
 
 namespace {
 
-using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
 struct Arrival {
     Reduction reduction; // constant, like all up to the lock but the bucket
     at::Tensor bucket;   // the network still uses its memory
@@ -42,8 +40,7 @@ struct Arrival {
     bool has_come = false;
     std::string failure; // "": none
 
-    explicit Arrival(c10::StorageImpl *memory)
-        : gradient(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)) {}
+    explicit Arrival(c10::StorageImpl *memory) : gradient(weak(memory)) {}
 };
 
 using Shared = std::shared_ptr<Arrival>;

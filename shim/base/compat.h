@@ -33,6 +33,11 @@ struct KeySet : c10::TensorImpl {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+inline WeakStorage weak(c10::StorageImpl *storage) {
+    return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+}
+
 inline bool has_mark(const c10::TensorImpl *impl) { return impl->key_set().has(kPendingKey); }
 
 inline void mark(c10::TensorImpl *impl) {

@@ -20,7 +20,9 @@
 #include <limits>
 #include <optional>
 
+#include "clipping/late_norm.h"
 #include "clipping/pending.h"
+#include "floating.h"
 #include "native/native.h"
 #include "plan/slots.h"
 
@@ -125,6 +127,12 @@ at::Tensor factor_of(double max_norm, const at::Tensor &norm, Language language)
     return at::clamp(factor, std::nullopt, 1.0);
 }
 
+// Whether clipping by it surely multiplies by 1, whatever its number is.
+bool changes_nothing(const at::Tensor &norm, double max_norm, Language language) {
+    const std::optional<float> most = most_of(norm);
+    return most && factor_in(max_norm, *most, language) == 1 && of_floating_now() == 0;
+}
+
 std::optional<at::Tensor> root_of_all(const ConstTensors &tensors) {
     const auto found = norms(tensors);
     if (!found)
@@ -167,6 +175,9 @@ std::optional<Clipped> clip_norm(const std::vector<at::Tensor> &params, double m
     if (language == Language::CXX && by_dtype(all).size() > 1)
         return std::nullopt; // it adds them up in another order
     make_ready(of);
+    const at::Tensor late = norm_type == 2 ? late_norm(all) : at::Tensor();
+    if (changes_nothing(late, max_norm, language))
+        return Clipped{late, scale_all(of, operand(1.0))};
     const std::optional<at::Tensor> ours = total_norm(all, norm_type);
     const at::Tensor norm = ours ? *ours : norm_of_operators(all, norm_type);
     if (error_if_nonfinite && !std::isfinite(norm.item<double>()))
@@ -183,6 +194,9 @@ std::optional<bool> clip_with_norm(const std::vector<at::Tensor> &params, double
         norm.scalar_type() != widest(their_gradients(of)))
         return std::nullopt;
     make_ready(of);
+    if (changes_nothing(norm, max_norm, Language::PYTHON))
+        return scale_all(of, operand(1.0));
+    compute_now(norm.unsafeGetTensorImpl());
     return scale_all(of, factor_of(max_norm, norm, Language::PYTHON));
 }
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "clipping/late_norm.h"
 #include "clipping/pending.h"
 #include "plan/arguments.h"
 #include "plan/slots.h"
@@ -98,7 +99,8 @@ std::optional<at::Tensor> norm_of_all(const std::vector<at::Tensor> &tensors, do
     std::vector<const at::Tensor *> all;
     for (const at::Tensor &tensor : tensors)
         all.push_back(&tensor);
-    return total_norm(all, norm_type);
+    const at::Tensor late = norm_type == 2 ? late_norm(all) : at::Tensor();
+    return late.defined() ? late : total_norm(all, norm_type);
 }
 
 } // namespace

@@ -227,6 +227,8 @@ bool scale_all_given(const std::vector<GradientOf> &of, const at::Tensor &factor
             const bool changes = *number != 1 || of_floating_now() != 0; // denormals become zeros
             if (changes || !can_scale(grad, &dtype)) // PyTorch's operator may refuse it
                 some_wait |= scale_one(g, *number, unknown, factor);
+            else
+                grad.unsafeGetTensorImpl()->bump_version();
         } else if (scale_later(g, 1, unknown)) {
             some_wait = true;
         } else if (grad.layout() != at::kStrided || is_lazy(grad.unsafeGetTensorImpl())) {

@@ -5,6 +5,7 @@
 
 #include "absent/awaited.h"
 #include "absent/kinds.h"
+#include "clipping/late_norm.h"
 #include "doors/start.h"
 #include "host/first_use.h"
 #include "optfuse.h"
@@ -50,7 +51,7 @@ int start() {
     if (status != OF_OK)
         return status;
     absent_kinds = {&absent::recorded, &absent::consumed,   &absent::wrapped, &absent::promised,
-                    &absent::asked,    &absent::recomputed, &absent::awaited};
+                    &absent::asked,    &absent::recomputed, &absent::awaited, &absent::late_norm};
     pthread_atfork(prepare_fork, after_fork_in_parent, after_fork_in_child);
     started = true;
     return OF_OK;

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "memory/absent.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
 #include <stdexcept>
+#include <utility>
+
+#include "base/device.h"
 
 namespace optfuse {
 
@@ -18,6 +22,28 @@ const Absent *absent_by(c10::DeleterFnPtr deleter) {
         if (kind->deleter == deleter && deleter != nullptr)
             return kind;
     return nullptr;
+}
+
+at::Tensor make_absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                       c10::Device device, void *context, c10::DeleterFnPtr deleter) {
+    const bool is_plain = strides.empty();
+    const size_t element = c10::elementSize(dtype);
+    const size_t bytes =
+        is_plain ? static_cast<size_t>(c10::multiply_integers(sizes)) * element
+                 : at::detail::computeStorageNbytes(sizes, strides, element);
+    auto storage = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, context, deleter, device),
+        device.is_cpu() ? c10::GetAllocator(c10::kCPU) : gpu_allocator(device), true);
+    seal(storage.get());
+    const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(storage)), keys, c10::scalarTypeToTypeMeta(dtype));
+    if (is_plain)
+        made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    else
+        made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+    mark(made.unsafeGetTensorImpl());
+    return made;
 }
 
 bool make_memory(c10::StorageImpl *storage) {

@@ -6,11 +6,14 @@
 // tensor has the mark, so that operators come to host/first_use.cpp, which asks its kind here.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/TensorImpl.h>
 
 #include <atomic>
+#include <limits>
+#include <memory>
 #include <vector>
 
 #include "base/compat.h"
@@ -39,6 +42,18 @@ struct OperatorCall {
 using Run = void (*)(const OperatorCall &call);
 inline void go_on(const OperatorCall &call) { call.go_on(); }
 
+constexpr double kRounding = 0x1p-24; // of float32, at most, beside a number of 1
+
+// Numbers of float32 that are absent. Any thread can compute them at any time.
+class Computable {
+  public:
+    virtual ~Computable() = default;
+    virtual size_t numel() const = 0;
+    // Their 2-norm is at most this; infinite or NaN: nobody knows.
+    virtual double most_norm() const { return std::numeric_limits<double>::infinity(); }
+    virtual void compute_all(void *out) const = 0; // throws
+};
+
 // One kind of them. Functions may be null.
 struct Absent {
     c10::DeleterFnPtr deleter; // of what stands in the memory's place; null: the numbers are late
@@ -53,6 +68,8 @@ struct Absent {
     // numbers are there.
     bool (*begin)(const OperatorCall &call) = nullptr;
     bool (*end)(const OperatorCall &call) = nullptr;
+    // All numbers of the tensor; null: they are of another dtype, or there meanwhile.
+    std::shared_ptr<const Computable> (*computable)(const c10::TensorImpl *impl) = nullptr;
 };
 
 // All kinds, in the order in which they are asked: set once, before there is any such tensor
@@ -67,6 +84,10 @@ inline const Absent *absent_of(const c10::StorageImpl *storage) {
     const c10::DeleterFnPtr deleter = data_ptr_of(storage).get_deleter();
     return deleter == cpu_deleter ? nullptr : absent_by(deleter);
 }
+// A tensor whose numbers are of the kind with this deleter, marked and sealed. strides: none of a
+// contiguous one.
+at::Tensor make_absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                       c10::Device device, void *context, c10::DeleterFnPtr deleter);
 inline bool is_absent(const c10::TensorImpl *impl) {
     return impl->has_storage() &&
            absent_of(impl->unsafe_storage().unsafeGetStorageImpl()) != nullptr;

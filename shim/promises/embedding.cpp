@@ -6,7 +6,10 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "base/plain_mode.h"
 #include "memory/memory.h"
@@ -46,6 +49,20 @@ void EmbeddingProduct::add_rows(int64_t first, int64_t end, Real *out) const {
         for (int64_t i = 0; i < columns(); i++)
             to[i] += from[i];
     }
+}
+
+// A row of the weight is at most the sum of those of its tokens.
+double EmbeddingProduct::most_norm() const {
+    const auto *dy = static_cast<const float *>(data_of(dy_.unsafeGetTensorImpl()));
+    double squares = 0, row = 0;
+    for (size_t i = 0; i < uses_.size(); i++) {
+        const float *from = dy + uses_[i].token * columns();
+        row += std::sqrt(std::inner_product(from, from + columns(), from, 0.0, std::plus<>(),
+                                            std::multiplies<double>()));
+        if (i + 1 == uses_.size() || uses_[i + 1].row != uses_[i].row)
+            squares += row * row, row = 0;
+    }
+    return std::sqrt(squares) * std::exp(static_cast<double>(uses_.size() + 8) * kRounding);
 }
 
 void EmbeddingProduct::fill(int64_t first, int64_t end, void *out) const {

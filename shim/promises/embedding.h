@@ -25,6 +25,7 @@ class EmbeddingProduct final : public WeightProduct {
         int64_t row, token;
     };
     void fill(int64_t first, int64_t end, void *out) const override;
+    double most_norm() const override;
     template <typename Real> void add_rows(int64_t first, int64_t end, Real *out) const;
 
     at::Tensor dy_;

@@ -9,8 +9,10 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <exception>
+#include <vector>
 
 #include "base/mkl.h"
 #include "base/parallel.h"
@@ -128,6 +130,19 @@ at::Tensor kept_copy(const at::Tensor &t) {
     return copy;
 }
 
+// The products of each row with each.
+std::vector<double> gram_of(const at::Tensor &rows) {
+    const SerialMkl alone;
+    const int m = static_cast<int>(rows.size(0)), k = static_cast<int>(rows.size(1));
+    const double one = 1, zero = 0;
+    const auto *numbers = static_cast<const float *>(data_of(rows.unsafeGetTensorImpl()));
+    const std::vector<double> wide(numbers, numbers + rows.numel());
+    std::vector<double> products(static_cast<size_t>(m) * static_cast<size_t>(m));
+    gemm<double>()("t", "n", &m, &m, &k, &one, wide.data(), &k, wide.data(), &k, &zero,
+                   products.data(), &m);
+    return products;
+}
+
 // 16 bits are cast to 32 under autocast.
 int64_t rows_of_panel(const at::Tensor &dy, const at::Tensor &x) {
     const int64_t element = std::max<int64_t>(static_cast<int64_t>(x.element_size()), 4);
@@ -152,6 +167,26 @@ bool can_multiply(at::ScalarType dtype) {
 LinearProduct::LinearProduct(const at::Tensor &dy, const at::Tensor &x)
     : WeightProduct(dy.size(1), x.size(1), x.scalar_type(), rows_of_panel(dy, x)),
       dy_(kept_copy(dy)), x_(kept_copy(x)) {}
+
+// |dW|^2 is the sum over pairs of rows of X X' times dY dY', computed here in float64. An element of
+// dW is a sum of m products, each of which passes at most m + 1 roundings in MKL, in whatever order;
+// the sizes of all that is added up have a norm of at most `spread`. Where the result is below 1e19
+// `spread` is below 1e27, so no sum on the way is infinite.
+double LinearProduct::most_norm() const {
+    const auto m = static_cast<size_t>(x_.size(0));
+    const std::vector<double> xs = gram_of(x_), dys = gram_of(dy_);
+    double squares = 0, spread = 0;
+    for (size_t i = 0; i < m * m; i++)
+        squares += xs[i] * dys[i];
+    for (size_t i = 0; i < m * m; i += m + 1)
+        spread += std::sqrt(xs[i] * dys[i]);
+    const auto count = static_cast<double>(m);
+    const double here = (static_cast<double>(rows() + columns()) + count * count + 8) * 0x1p-52;
+    const double rounded = std::expm1((count + 2) * kRounding) * spread;
+    const double denormals = count * std::sqrt(static_cast<double>(numel())) * 0x1p-126;
+    const double exact = std::sqrt(std::max(squares, 0.0) + here * spread * spread); // NaN stays
+    return (exact + rounded) * (1 + here) + denormals;
+}
 
 void LinearProduct::fill(int64_t first, int64_t end, void *out) const {
     if (is_16_bits(dtype()))

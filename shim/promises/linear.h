@@ -18,6 +18,7 @@ class LinearProduct final : public WeightProduct {
 
   private:
     void fill(int64_t first, int64_t end, void *out) const override;
+    double most_norm() const override;
 
     at::Tensor dy_, x_;
 };

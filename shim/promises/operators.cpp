@@ -241,9 +241,11 @@ Run answer_dy(const char *, c10::TensorImpl *impl, bool) {
                : nullptr;
 }
 
-// Autograd puts a promise into .grad.
+// Autograd puts a promise into .grad, and a norm may be late (clipping/late_norm.h).
 Run answer_promise(const char *op, c10::TensorImpl *, bool) {
-    return is_in_backward() && std::strcmp(op, "aten::detach") == 0 ? go_on : nullptr;
+    const bool needs_none = (is_in_backward() && std::strcmp(op, "aten::detach") == 0) ||
+                            std::strcmp(op, "optfuse::total_norm") == 0;
+    return needs_none ? go_on : nullptr;
 }
 
 // If autograd casts a promise on its way, adds one to another, transposes one, or computes the
@@ -285,8 +287,9 @@ bool end_with_promise(const OperatorCall &call) {
 
 } // namespace
 
-const Absent absent::promised = {free_promise,     answer_promise,      keep_promise,
-                                 update_by_panels, answer_with_promise, end_with_promise};
+const Absent absent::promised = {free_promise,       answer_promise,      keep_promise,
+                                 update_by_panels,   answer_with_promise, end_with_promise,
+                                 numbers_of_promise};
 const Absent absent::asked = {nullptr, answer_dy};
 
 void PromisingLayer::ask_behind_linear(const at::Tensor &output, const at::Tensor &weight,

@@ -5,6 +5,7 @@
 #include <ATen/OpMathType.h>
 #include <c10/util/TypeCast.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
@@ -134,6 +135,12 @@ class SumProduct final : public WeightProduct {
     const std::vector<SharedProduct> terms; // added from the first to the last
 
   private:
+    double most_norm() const override {
+        double sum = 0;
+        for (const SharedProduct &term : terms)
+            sum += term->most_norm();
+        return sum * std::exp(static_cast<double>(terms.size()) * kRounding);
+    }
     void fill(int64_t first, int64_t end, void *out) const override {
         terms[0]->compute(first, end, out);
         const Room room(panel_bytes());

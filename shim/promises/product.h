@@ -12,14 +12,13 @@
 
 #include "base/parallel.h"
 #include "base/pinned.h"
+#include "memory/absent.h"
 
 namespace optfuse {
 
 // dW, rows x columns, of the weight's layout.
-class WeightProduct : Pinned {
+class WeightProduct : public Computable, Pinned {
   public:
-    virtual ~WeightProduct() = default;
-
     int64_t rows() const { return rows_; }
     int64_t columns() const { return columns_; }
     // How many rows are computed at a time: the product's bits may depend on that.
@@ -35,14 +34,15 @@ class WeightProduct : Pinned {
     size_t row_bytes() const { return static_cast<size_t>(columns_) * c10::elementSize(dtype_); }
     size_t panel_bytes() const { return static_cast<size_t>(panel_rows_) * row_bytes(); }
     size_t nbytes() const { return static_cast<size_t>(rows_) * row_bytes(); } // of dW
+    size_t numel() const override { return static_cast<size_t>(rows_ * columns_); }
     at::ScalarType dtype() const { return dtype_; }
     virtual size_t factor_bytes() const = 0;
 
     // Rows [first, end) of dW, one after the other; the first is a panel's first, and the end the
     // panel's. Throws.
     void compute(int64_t first, int64_t end, void *out) const;
-    // All of it, on all threads. Throws.
-    void compute_all(void *out) const;
+    void compute_all(void *out) const override; // on all threads
+    bool has_denormals() const { return floating_ == 0; } // else they count as zeros
     // A panel in memory of the calling thread, until its next call; null after of_set_error().
     const void *panel(int64_t first, int64_t end) const;
 

@@ -10,6 +10,7 @@
 
 #include "base/compat.h"
 #include "base/error.h"
+#include "clipping/late_norm.h"
 #include "fence.h"
 #include "guard.h"
 #include "memory/memory.h"
@@ -24,7 +25,7 @@ namespace {
 struct Promise {
     SharedProduct product;
     std::shared_ptr<PromisingLayer> layer;
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    WeakStorage storage;
 };
 
 struct LivingPromises {
@@ -48,12 +49,13 @@ Promise *promise_of(const c10::StorageImpl *storage) {
 struct Launched {
     SharedProduct product;
     std::shared_ptr<PromisingLayer> layer;
+    std::unique_ptr<PartedNorm> norm; // null: nobody waits for it
 };
 
 Launched launched_of(const c10::StorageImpl *storage) {
     const std::lock_guard<std::mutex> guard(promises().lock);
     const Promise *promise = promise_of(storage);
-    return promise == nullptr ? Launched() : Launched{promise->product, promise->layer};
+    return promise == nullptr ? Launched() : Launched{promise->product, promise->layer, nullptr};
 }
 
 // a + b, and whose gradients these are; null: one of them has been computed, or they have to be.
@@ -101,6 +103,7 @@ void compute(c10::StorageImpl *storage) {
             return;
         c10::DataPtr memory = c10::GetAllocator(c10::kCPU)->allocate(kept.product->nbytes());
         kept.product->compute_all(memory.get());
+        note_computed(kept.product.get(), memory.get());
         given = give_memory(storage, kept.product, std::move(memory));
         if (given == Given::DONE)
             kept.layer->note_made();
@@ -110,6 +113,8 @@ void compute(c10::StorageImpl *storage) {
 const void *begin(const void *key, const void **grad) {
     auto *storage = static_cast<const c10::StorageImpl *>(key);
     Launched found = launched_of(storage);
+    if (found.product && is_norm_waiting(found.product.get()))
+        found.norm = std::make_unique<PartedNorm>(found.product.get());
     if (found.product)
         return new Launched(std::move(found));
     *grad = data_ptr_of(storage).get();
@@ -119,6 +124,9 @@ const void *begin(const void *key, const void **grad) {
 const void *rows(const void *product, int64_t first, int64_t end) {
     const auto *launched = static_cast<const Launched *>(product);
     const void *panel = launched->product->panel(first, end);
+    const int64_t columns = launched->product->columns();
+    if (launched->norm)
+        launched->norm->add(panel, first * columns, (end - first) * columns);
     if (panel == nullptr)
         of_set_error("%s: %s", launched->layer->label().c_str(),
                      std::string(of_error_message()).c_str());
@@ -173,28 +181,14 @@ bool is_promise(const c10::TensorImpl *impl) {
 }
 
 at::Tensor make_promise(SharedProduct product, std::shared_ptr<PromisingLayer> layer) {
-    const c10::Device cpu(c10::kCPU);
     const at::ScalarType dtype = product->dtype();
     const int64_t sizes[] = {product->rows(), product->columns()};
-    auto storage = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), product->nbytes(), c10::DataPtr(nullptr, cpu),
-        c10::GetAllocator(c10::kCPU), /*resizable=*/true);
-    auto *promise = new Promise{std::move(product), std::move(layer),
-                                c10::weak_intrusive_ptr<c10::StorageImpl>(storage)};
-    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, promise, free_promise, cpu));
-    {
-        LivingPromises &all = promises();
-        const std::lock_guard<std::mutex> guard(all.lock);
-        all.living.insert(promise);
-    }
-    if (OF_GUARD(seal))
-        seal(storage.get());
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(std::move(storage)),
-        c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, cpu)),
-        c10::scalarTypeToTypeMeta(dtype));
-    made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-    mark(made.unsafeGetTensorImpl());
+    auto *promise = new Promise{std::move(product), std::move(layer), weak(nullptr)};
+    at::Tensor made = make_absent(sizes, {}, dtype, c10::kCPU, promise, free_promise);
+    promise->storage = weak(storage_of(made.unsafeGetTensorImpl()));
+    LivingPromises &all = promises();
+    const std::lock_guard<std::mutex> guard(all.lock);
+    all.living.insert(promise);
     return made;
 }
 
@@ -205,6 +199,12 @@ bool is_as_promised(const c10::TensorImpl *impl) {
     return found.product && impl->storage_offset() == 0 && impl->is_contiguous() &&
            impl->dim() == 2 && impl->sizes()[0] == found.product->rows() &&
            impl->sizes()[1] == found.product->columns();
+}
+
+std::shared_ptr<const Computable> numbers_of_promise(const c10::TensorImpl *impl) {
+    SharedProduct found = is_as_promised(impl) ? launched_of(storage_of(impl)).product : nullptr;
+    const bool is_usual = found && found->dtype() == at::kFloat && found->has_denormals();
+    return is_usual ? found : nullptr;
 }
 
 at::Tensor cast_promise(const c10::StorageImpl *storage, at::ScalarType dtype) {
@@ -247,15 +247,18 @@ void keep_all_promises() {
     }
     for (const auto &storage : held)
         keep_promise(storage.get());
+    make_all_norms();
 }
 
 void lock_promises() {
     layers_lock().lock();
     trials_lock().lock();
     promises().lock.lock();
+    norms_lock().lock();
 }
 
 void unlock_promises() {
+    norms_lock().unlock();
     promises().lock.unlock();
     trials_lock().unlock();
     layers_lock().unlock();

@@ -41,6 +41,7 @@ extern const of_product_host product_host;
 // Absent's functions.
 bool keep_promise(c10::StorageImpl *storage);
 bool update_by_panels(const c10::StorageImpl *storage, of_inputs *in);
+std::shared_ptr<const Computable> numbers_of_promise(const c10::TensorImpl *impl);
 
 namespace absent {
 // operators.cpp: promises; and dY, of which a node asks for one.

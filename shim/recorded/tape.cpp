@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "recorded/tape.h"
 
-#include <ATen/EmptyTensor.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/native/TensorIterator.h>
 #include <ATen/ops/clone.h>
@@ -50,25 +49,7 @@ bool Tape::is_in_backward() const {
 
 at::Tensor Tape::absent(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                         c10::Device device) {
-    const bool is_plain = strides.empty();
-    const size_t element = c10::elementSize(dtype);
-    const size_t bytes =
-        is_plain ? static_cast<size_t>(c10::multiply_integers(sizes)) * element
-                 : at::detail::computeStorageNbytes(sizes, strides, element);
-    auto storage = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), bytes,
-        c10::DataPtr(nullptr, context(), forget_absent, device),
-        device.is_cpu() ? c10::GetAllocator(c10::kCPU) : gpu_allocator(device), true);
-    seal(storage.get());
-    const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(std::move(storage)), keys, c10::scalarTypeToTypeMeta(dtype));
-    if (is_plain)
-        made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-    else
-        made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-    mark(made.unsafeGetTensorImpl()); // for other threads
-    return made;
+    return make_absent(sizes, strides, dtype, device, context(), forget_absent);
 }
 
 // Longer tapes would leave the processor's caches; on a GPU each costs a launch.

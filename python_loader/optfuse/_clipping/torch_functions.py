@@ -63,11 +63,13 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    if is_compiling() or norm_type not in (1, 2, math.inf) or error_if_nonfinite:
+    if is_compiling() or norm_type not in (1, 2, math.inf):
         return stock_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     listed = _listed(tensors)
     norm = one_call.total_norm(listed, float(norm_type))
-    return stock_get_total_norm(listed, norm_type, False, foreach) if norm is None else norm
+    if norm is None or (error_if_nonfinite and not norm.isfinite()):
+        return stock_get_total_norm(listed, norm_type, error_if_nonfinite, foreach)
+    return norm
 
 
 @functools.wraps(stock_clip_grads_with_norm_)

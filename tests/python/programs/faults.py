@@ -62,7 +62,7 @@ OUT_OF_REACH = {
     ),
     **dict.fromkeys(("late_write", "exchange"), "programs delay no updates"),
     **dict.fromkeys(
-        ("factors_copied", "product_bits"),
+        ("factors_copied", "product_bits", "norm_bound"),
         "gradients are promises where OPTFUSE_PRODUCTS says so: test_promised_deeds.py",
     ),
     **dict.fromkeys(

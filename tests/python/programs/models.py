@@ -360,9 +360,17 @@ MODELS["four dtypes"] = (
     of_several_dtypes(torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32),
     rows,
 )
-MODELS["promised"] = (mlp, rows)  # its gradients are promises, see World
-MODELS["checkpointed and promised"] = (lambda: Checkpointed(reentrant=False), rows)
-PROMISING = {"promised", "checkpointed and promised"}
+# Their gradients are promises, see World.
+PROMISED = {
+    "promised": MODELS["mlp"],
+    "checkpointed and promised": MODELS["checkpointed"],
+    "promised and used twice": MODELS["recurrent"],
+    "promised embedding": (lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)), words),
+    "promised, in panels": (lambda: nn.Sequential(nn.Linear(4, 200), nn.Linear(200, 50)), rows),
+    "promised in bfloat16": MODELS["mlp in bfloat16"],
+}
+MODELS |= PROMISED
+PROMISING = set(PROMISED)
 MODELS["replicated"] = (replicated, rows)
 LEAVE_OUT = ("odd", "branching")  # some of their parameters, in some passes
 SIXTEEN_BITS = ("mlp in bfloat16", "mlp in float16")
