@@ -6,4 +6,4 @@ BITS = ["numerics/test_bits"]  # on a GPU only: tests/device/test_gpu_bits.py is
 LAYERS = ["kfac/test_kfac", "kfac/test_kfac_training", "reorder/test_reorder"]
 PROMISES = ["fuse/test_optimizer", "programs/test_each", "clipping/test_clip", "amp/test_scaler"]
 PROMISES += ["backward/test_backward_mode", "backward/test_consumed", "backward/test_threads"]
-PROMISES += ["backward/test_recomputation", "backward/test_waiting"]
+PROMISES += ["backward/test_recomputation", "backward/test_waiting", "final/test_final"]

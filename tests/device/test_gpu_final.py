@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Backward(final=True) on a GPU, equal to the hooks that trainers write."""
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -15,12 +16,15 @@ from torch import nn
 from trainers import ByScale, Eager
 
 import optfuse
+from optfuse import optim
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2),
     "adafactor": torch.optim.Adafactor,
     "by scale": ByScale,
+    "our Adafactor": optim.Adafactor,
+    "our CAME": functools.partial(optim.CAME, lr=1e-2),
 }
 
 

@@ -15,7 +15,7 @@ from tried import OWN, isa
 
 import optfuse
 from optfuse._trials import stock_trial
-from optfuse.optim import ROUNDING, AdamW
+from optfuse.optim import CAME, ROUNDING, Adafactor, AdamW
 
 FINAL = optfuse.Backward(final=True)
 MODES = {"forward": "forward", "backward": "backward", "final": FINAL}
@@ -76,6 +76,18 @@ def test_with_half_of_them_on_the_cpu(mode):
     for places in (devices, (NAME,)):
         stock = train(made(AdamW, devices=places, **ALL))
         assert_same("results", results(fused), results(stock))
+
+
+FACTORED = ((Adafactor, {"relative_step": False}), (CAME, {}))
+
+
+@each_mode
+@pytest.mark.parametrize("devices", ((NAME,), ("cpu", NAME)), ids=str)
+@pytest.mark.parametrize("cls, options", FACTORED, ids=str)
+def test_classes_without_kernels_there(cls, options, devices, mode):
+    how = {"devices": devices, **ROUND, **options}
+    fused = train(optfuse.fuse(made(cls, **how), MODES[mode]), mode)
+    assert_same("results", results(fused), results(train(made(cls, **how))))
 
 
 def test_state_may_become_wide_and_a_seed_another_one():

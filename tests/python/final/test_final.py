@@ -28,8 +28,8 @@ def adamw(params):
 
 
 def backward(model, seed=1):
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-    model(x).square().mean().backward()
+    x = torch.randn(4, 8, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    model(x.to(next(model.parameters()).device)).square().mean().backward()
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))

@@ -6,6 +6,7 @@ also inside backward(), is noted, to be compared."""
 from __future__ import annotations
 
 import copy
+import os
 import random
 import traceback
 
@@ -201,6 +202,8 @@ class Trainer:
         self.make_optimizer()
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.parts = draw.sample(sorted(PARTS), draw.randint(0, 4))
+        if os.environ.get("OPTFUSE_TEST_ON") == "fakecuda":  # .data = of what waits can't be played
+            self.parts = [part for part in self.parts if part != "move_after_block"]
         self.turn = 0
 
     def groups(self):
@@ -248,9 +251,10 @@ class Trainer:
         for part in self.parts:
             if begin := PARTS[part][0]:
                 begin(self)
-        g = torch.Generator().manual_seed(5)
+        g = torch.Generator("cpu").manual_seed(5)
         for self.turn in range(6):
-            x = torch.randn(5, SIZE, generator=g).to(self.dtype).requires_grad_()
+            x = torch.randn(5, SIZE, generator=g, device="cpu")
+            x = x.to(self.model.first.weight.device, self.dtype).requires_grad_()
             loss = self.model(x).float().square().mean()
             self.in_backward = True
             loss.backward()
