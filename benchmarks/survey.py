@@ -129,6 +129,8 @@ def training(
         if steps:
             optimizer.step()
         left = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if not steps:  # of which the hooks have options of their own
+            left["optimizer"] = left["optimizer"]["state"]
         seen.update(parts(left, f"step {step + 1}"))
         del left  # backward mode leaves to step() what others have, too
     return seen

@@ -70,7 +70,10 @@ OF_GRADIENTS = {name: way for name, way in WRITES.items() if name != "storage"} 
 
 @deed("anywhere", weight=4, index=INDEX, way=OF_GRADIENTS, backward=EITHER, forward=LAUNCHES)
 def write_a_gradient(world, index, way):
-    write(world, "gradient", index, way)
+    """`data =` of a view of DDP's bucket has the reducer reduce what is in the bucket no more."""
+    is_view = world.ddp is not None and world.ddp.gradient_as_bucket_view
+    if not (way is set_data and is_view):
+        write(world, "gradient", index, way)
 
 
 def of_other_strides(p):
