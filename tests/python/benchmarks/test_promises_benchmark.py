@@ -35,7 +35,7 @@ def cases():
     return {
         "plain": {},
         "sizes": {"rows": (1, 2, 3)},
-        "clip_grad_norm_": {"clips": 1.0},
+        "clip_grad_norm_": {"clips": 100.0},
         "accumulate": {"passes": 4},
         "norm logger": {"logs": True},
         "tokens": {"kind": "gpt", "width": 64},
