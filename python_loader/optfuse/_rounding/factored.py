@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ _DTYPES = (torch.float32, *NARROW)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _SHARED_OUT = 1 << 15  # PyTorch's threads share sums of so many elements
 _LANES, _GROUP = 8, 32  # of its vectors, and of four of them, which it sums together
+_MOST_ROWS, _MOST_COLUMNS = 1 << 19, 1 << 24  # of more it adds in another order
 # Tried once: shapes that lead to every kind of sum, and that no threads share.
 _TRIED = ((9, 3100), (1100, 29), (2, 37, 47), (1030, 7), (9, 4, 3, 3), (5, 1), (613,), ())
 _agree: dict[type[Factored], bool] = {}
-_MOST_ROWS, _MOST_COLUMNS = 1 << 19, 1 << 24  # of more it adds in another order
 
 
 def _rms(tensor: Tensor) -> Tensor:
@@ -103,10 +104,20 @@ class Factored(Rounding):
         """The state's tensors, in their order."""
         raise NotImplementedError
 
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As OneByOne, but never compiled: PyTorch's compiler takes no "step" that is a number."""
+        return super().step(closure)
+
     @torch.no_grad()
     def step_parameter(self, p: Tensor, group: Group, i: int | None = None) -> None:
         """The update of one parameter that has a gradient, as a hook on that calls it: of a group
-        of param_groups, in which it has the place i."""
+        of param_groups, in which it has the place i. Raises ValueError for another group."""
+        if all(its is not group for its in self.param_groups):
+            raise ValueError(
+                "step_parameter() got a group that is none of param_groups now: load_state_dict() "
+                "makes new ones"
+            )
         if i is None or group["params"][i] is not p:
             i = next(place for place, its in enumerate(group["params"]) if its is p)
         before = itertools.takewhile(lambda its: its is not group, self.param_groups)

@@ -284,31 +284,39 @@ def test_instruction_sets_change_no_bit(cls, isa, monkeypatch):
             assert_same("results", updated(cls, options, shape, dtype), best)
 
 
-def test_what_is_added_in_another_order_is_left_to_the_classs_lines(monkeypatch):
-    """On many threads some columns, which one thread has alone, are added in another order."""
+ELSEWHERE = (((1, 40000), 2), ((40000, 1), 1), ((2**19 + 64, 32), 1), ((1000, 36), 8))
 
-    def fits(shape, threads=1):
+
+def test_what_is_added_in_another_order_is_left_to_the_classs_lines(monkeypatch):
+    def fits(shape, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         return factored._has_known_order(torch.Size(shape), math.prod(shape))
 
     assert all(fits(shape, threads) for shape in SHAPES for threads in (1, 2, 3))
-    assert not any(map(fits, ((1, 40000), (40000, 1), (2**19 + 1, 9))))
-    assert fits((1000, 36), 7) and not fits((1000, 36), 8) and fits((900, 36), 8)
-    assert fits((1000, 40), 8)
+    assert not any(fits(*way) for way in ELSEWHERE)
+    assert fits((1000, 36), 7) and fits((900, 36), 8) and fits((1000, 40), 8)
 
 
-def test_many_threads_add_some_columns_in_another_order():
-    """Where the operator is not used then; in the other case it would be the same."""
-    before, found = torch.get_num_threads(), {}
-    numbers = torch.rand(1000, 36, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("shape, threads", ELSEWHERE)
+def test_there_the_operator_would_have_other_bits(shape, threads, monkeypatch):
+    """The negative control: of some gradients, as it is one number in the first two."""
+    monkeypatch.setattr(factored, "_has_known_order", lambda *_: True)
+
+    def step(seed, does):
+        by_operator(monkeypatch, does)
+        (p,), optimizer = made(Adafactor, sizes=(shape,))
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        state = optimizer.state[p]
+        return state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        for threads in (1, 7, 8):
-            torch.set_num_threads(threads)
-            found[threads] = numbers.mean(-2)
+        both = ((step(seed, True), step(seed, False)) for seed in range(20))
+        assert any(not all(map(torch.equal, *pair)) for pair in both)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(found[7], found[1])
-    assert not torch.equal(found[8], found[1])
 
 
 @each_class
@@ -465,3 +473,28 @@ def test_a_trainers_hooks_may_step_each_parameter(cls, mode):
     iterate(model, optimizer)
     iterate(twin, stock)
     assert_same("results", results(optimizer), results(stock))
+
+
+@each_class
+def test_a_group_of_before_load_state_dict_is_refused(cls):
+    params, optimizer = made(cls, **OPTIONS[cls][0])
+    stale = optimizer.param_groups[0]
+    train(optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="none of param_groups now"):
+        optimizer.step_parameter(params[0], stale)
+    before = optimizer.state[params[0]]["step"]
+    optimizer.step_parameter(params[0], optimizer.param_groups[0])
+    assert optimizer.state[params[0]]["step"] == before + 1
+
+
+@each_class
+def test_a_compiled_step_is_the_classs_own(cls):
+    (p,), optimizer = made(cls, sizes=((40, 50),))
+    (q,), plain = made(cls, sizes=((40, 50),))
+    step = torch.compile(optimizer.step, backend="eager")
+    for t in (1, 2):
+        p.grad, q.grad = gradient(p, 0, t), gradient(q, 0, t)
+        step()
+        plain.step()
+    assert_same("results", results(optimizer), results(plain))

@@ -343,6 +343,7 @@ def look_at_the_order_of_state(world):
 @deed(
     "before step",
     kinds=("RegisteredTensors",),
+    weight=15,
     is_option=(False, True),
     every=True,
     backward=raises("between backward() and step()", "'last_loss'"),
