@@ -7,9 +7,9 @@
 #include "internal.h"
 
 /* By of_device. On a CPU: enough for small parameters to share a launch, small
- * enough for their gradients to be in cache still. On a GPU a launch costs the
- * host as long as it takes the device to update this much. */
-static const size_t default_bucket_bytes[] = {(size_t)256 << 10, (size_t)4 << 20};
+ * enough for their gradients to be in cache still. On a GPU: so much that a launch takes several
+ * times as long as it takes to start (docs/performance.md). */
+static const size_t default_bucket_bytes[] = {(size_t)256 << 10, (size_t)16 << 20};
 
 uint32_t of_abi_version(void) {
     return OF_ABI_VERSION;

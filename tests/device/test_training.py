@@ -217,18 +217,17 @@ BLOCK = [
     *LAYER_NORM, WIDTH * 4 * WIDTH, 4 * WIDTH // 8, 4 * WIDTH * WIDTH, WIDTH // 8,
 ]  # fmt: skip
 GPT2 = [50257 * WIDTH // 8, 1024 * WIDTH // 8, *12 * BLOCK, *LAYER_NORM]
-DEFAULT_BUCKET = 4 << 20
 
 
-#: Launches of updates by mode: buckets in backward, one table of up to 512 tensors in step().
-UPDATES = {"backward": 37, "forward": 1}
+#: Launches of updates by mode and MiB a bucket; step() has one table for up to 512 tensors.
+UPDATES = [("backward", 4, 37), ("backward", 8, 37), ("backward", 16, 19), ("backward", 32, 10)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_launch_counts_the_steps_of_gpt2(mode):
+@pytest.mark.parametrize(("mode", "bucket", "updates"), [*UPDATES, ("forward", 16, 1)])
+def test_one_launch_counts_the_steps_of_gpt2(mode, bucket, updates):
     params = [torch.nn.Parameter(torch.ones(n, device=NAME)) for n in GPT2]
     optimizer = adamw(params, capturable=True)
-    optfuse.fuse(optimizer, mode, bucket_bytes=DEFAULT_BUCKET // 64)
+    optfuse.fuse(optimizer, mode, bucket_bytes=(bucket << 20) // 64)
 
     def work():
         optimizer.zero_grad()
@@ -238,7 +237,7 @@ def test_one_launch_counts_the_steps_of_gpt2(mode):
     work()
     names = gpu.kernels(work)
     assert names[-1] == "of_cuda_advance_steps", names
-    assert len(names) == UPDATES[mode] + 1, names
+    assert len(names) == updates + 1, names
 
 
 @in_order("backward")
