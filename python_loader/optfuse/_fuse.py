@@ -102,9 +102,8 @@ def fuse(
         other, and the gradients live as long, until the next larger one is complete, at
         most until backward() returns. 0: on the CPU 256 KiB in forward and 512 KiB in
         backward mode, which concern parameters of less than 16,384 elements, on GPUs 16
-        MiB in backward: more saves launches and holds more gradients
-        (docs/performance.md). 1: each by itself. In backward mode on the CPU larger
-        parameters wait, too, where a number is given: at the price of memory.
+        MiB in backward (docs/performance.md has other sizes). 1: each by itself. In backward
+        mode on the CPU larger ones wait, too, where a number is given: it costs memory.
     products: "auto": the gradient of a large torch.nn.Linear with few rows, in forward mode also
         of a large torch.nn.Embedding, is not computed in backward(): .grad stands for it, and the
         update computes it part by part, in the cache. Whoever looks at .grad before gets its

@@ -483,16 +483,3 @@ def test_step_after_backward_takes_the_marks_off():
     assert any(map(is_marked, params)), "no update has waited: the test would prove nothing"
     optimizer.step()
     assert not any(map(is_marked, params))
-
-
-@in_order("forward")
-def test_two_optimizers_of_one_parameter(wrap):
-    p = torch.ones(300, device=NAME, requires_grad=True)
-    forward = wrap(adamw([p]))
-    in_backward = wrap(adamw([p]), mode="backward")
-    for _ in range(3):
-        p.grad = torch.ones_like(p)
-        forward.step()
-        forward.zero_grad()
-        in_backward.step()  # has no gradient
-        yield "weight", p + 1

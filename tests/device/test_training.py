@@ -270,19 +270,6 @@ def test_a_counter_that_a_hook_takes_the_memory_from():
     assert counter["step"] == 1
 
 
-@in_order(*MODES)
-def test_a_counter_that_is_read_between_two_buckets(wrap):
-    """It was counted with the others; nobody sees that before its own update."""
-    model = net()
-    optimizer = wrap(adamw(model.parameters()), bucket_bytes=1)
-    params = list(model.parameters())
-    for i in range(3):
-        train(model, optimizer, i)
-        yield "first", params[0].detach().sign()
-        yield "counters", [optimizer.state[p]["step"].clone() for p in params[::-2]]
-        yield "weights", [p.detach().sign() for p in params]
-
-
 def test_backward_mode_keeps_no_gradients():
     def in_use(wrap):
         torch.manual_seed(0)
