@@ -104,7 +104,7 @@ class Factored(Rounding):
         """The state's tensors, in their order."""
         raise NotImplementedError
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As OneByOne, but never compiled: PyTorch's compiler takes no "step" that is a number."""
         return super().step(closure)
