@@ -46,4 +46,13 @@ typedef struct of_gpu_update {
     bool wide_state; /* of_span.wide_state */
 } of_gpu_update;
 
+/* Integers of stochastic rounding to make on a GPU (rules/draws.h). */
+typedef struct of_gpu_draws {
+    uint32_t *to;      /* device */
+    uint64_t n, first; /* as many, from this element on */
+    uint64_t seed;
+    uint32_t step, parameter; /* of_draw_key's */
+    uint32_t halves;          /* 2 of bfloat16, 1 of float16 */
+} of_gpu_draws;
+
 #endif

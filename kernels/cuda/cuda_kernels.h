@@ -24,7 +24,7 @@ extern "C" {
 #define OF_CUDA_API __attribute__((visibility("default")))
 
 /* Raised when a struct or a meaning below changes. */
-enum { OF_CUDA_ABI_VERSION = 14 };
+enum { OF_CUDA_ABI_VERSION = 15 };
 
 typedef enum of_cuda_status {
     OF_CUDA_OK = 0,
@@ -62,6 +62,9 @@ OF_CUDA_API of_cuda_status of_cuda_launch(const of_gpu_update *update,
  * which is of_gpu_update.found_inf_at, then subtracts *less_at, whatever is there. */
 OF_CUDA_API of_cuda_status of_cuda_advance(float *const *steps, size_t n_steps,
                                            const float *less_at, int device, void *stream);
+
+/* Launches it on the stream. */
+OF_CUDA_API of_cuda_status of_cuda_draw(const of_gpu_draws *draws, int device, void *stream);
 
 /* The functions of packing.h. */
 typedef enum of_cuda_packing_task {

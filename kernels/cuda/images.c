@@ -53,6 +53,7 @@ OF_DECLARE(scaling)
 OF_CODE_OF(adam_mixed_float32)
 OF_CODE_OF(advance)
 OF_CODE_OF(asgd_next)
+OF_CODE_OF(draw)
 OF_CODE_OF(packing_float32)
 OF_CODE_OF(packing_float64)
 
@@ -80,6 +81,7 @@ static image images[] = {
 static single singles[OF_CUDA_SINGLES] = {
     [OF_CUDA_ADVANCE] = {OF_CODE(advance), "of_cuda_advance_steps", NULL, NULL},
     [OF_CUDA_ASGD_NEXT] = {OF_CODE(asgd_next), "of_cuda_asgd_next", NULL, NULL},
+    [OF_CUDA_DRAW] = {OF_CODE(draw), "of_cuda_draw_integers", NULL, NULL},
 #define OF_PACKING(at, task, dtype)                                                                \
     [OF_CUDA_PACKING + (at)] = {OF_CODE(packing_##dtype), "of_cuda_packing_" #task "_" #dtype,     \
                                 NULL, NULL}

@@ -17,12 +17,13 @@ const of_cuda_kernels *of_cuda_find(const of_driver *driver, const char *rule, o
                                     unsigned used, of_cuda_status *status);
 
 /* Kernels beside the updates: of advance.cu, of asgd_next.cu; then those of packing.cu, each
- * task of float32 and of float64. */
+ * task of float32 and of float64; and of draw.cu. */
 typedef enum of_cuda_single {
     OF_CUDA_ADVANCE,
     OF_CUDA_ASGD_NEXT,
     OF_CUDA_PACKING,
-    OF_CUDA_SINGLES = OF_CUDA_PACKING + 2 * OF_CUDA_PACKING_TASKS
+    OF_CUDA_DRAW = OF_CUDA_PACKING + 2 * OF_CUDA_PACKING_TASKS,
+    OF_CUDA_SINGLES
 } of_cuda_single;
 of_cuda_status of_cuda_find_single(const of_driver *driver, of_cuda_single which, CUkernel *kernel);
 /* Loads a kernel that was found into the current context. */

@@ -57,6 +57,11 @@ OF_RULE_FN void of_philox(uint32_t *counter, uint64_t key) {
     }
 }
 
+/* A chunk has 2 to this elements, of which so many share a word. */
+OF_RULE_FN uint32_t of_draw_shift(uint32_t halves) {
+    return 5 + halves;
+}
+
 /* The words of a lane's block. */
 OF_RULE_FN void of_draw_lane(uint32_t *words, uint64_t block, of_draw_key key) {
     words[0] = (uint32_t)block;

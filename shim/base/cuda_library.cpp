@@ -50,6 +50,7 @@ bool find_all(void *library, CudaLibrary *out) {
            find(library, "of_cuda_prepare", &out->prepare) &&
            find(library, "of_cuda_launch", &out->launch) &&
            find(library, "of_cuda_advance", &out->advance) &&
+           find(library, "of_cuda_draw", &out->draw) &&
            find(library, "of_cuda_prepare_packing", &out->prepare_packing) &&
            find(library, "of_cuda_pack", &out->pack) &&
            find(library, "of_cuda_capture", &out->capture) &&

@@ -29,6 +29,7 @@ struct CudaLibrary {
     decltype(&of_cuda_prepare) prepare;
     decltype(&of_cuda_launch) launch;
     decltype(&of_cuda_advance) advance;
+    decltype(&of_cuda_draw) draw;
     decltype(&of_cuda_prepare_packing) prepare_packing;
     decltype(&of_cuda_pack) pack;
     decltype(&of_cuda_capture) capture;

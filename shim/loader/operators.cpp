@@ -7,6 +7,7 @@
 #include "absent/consumed.h"
 #include "autograd/backward.h"
 #include "autograd/dtensor_gradients.h"
+#include "base/device.h"
 #include "base/error.h"
 #include "base/threads.h"
 #include "cpu/draw_chunk.h"
@@ -220,10 +221,37 @@ void unseal_all(const std::vector<at::Tensor> &tensors) {
         unseal(storage_of(tensor.unsafeGetTensorImpl()));
 }
 
+// On the current stream. False: there is no library for GPUs.
+bool draw_on_gpu(const at::Tensor &to, at::ScalarType dtype, int64_t seed, int64_t step,
+                 int64_t parameter, int64_t stream, int64_t first) {
+    const c10::Device where = to.device();
+    const Relaxed relaxed; // the kernel may have to be loaded
+    if (relaxed.library == nullptr)
+        return false;
+    const of_draw_key key =
+        of_key_of_stream(static_cast<uint64_t>(seed), static_cast<uint32_t>(step),
+                         static_cast<uint32_t>(parameter), static_cast<uint32_t>(stream));
+    of_gpu_draws draws = {};
+    draws.to = reinterpret_cast<uint32_t *>(to.mutable_data_ptr<int32_t>());
+    draws.n = static_cast<uint64_t>(to.numel());
+    draws.first = static_cast<uint64_t>(first);
+    draws.seed = key.seed;
+    draws.step = key.step;
+    draws.parameter = key.parameter;
+    draws.halves = dtype == at::kBFloat16 ? 2 : 1;
+    const c10::DeviceGuard guard(where);
+    void *const current = native_stream(current_stream(where.index()));
+    if (relaxed.library->draw(&draws, where.index(), current) != OF_CUDA_OK)
+        fail(std::string("optfuse: random integers on a GPU: ") + relaxed.library->error());
+    return true;
+}
+
 // The integers of stochastic rounding (kernels/rules/draws.h) of as many elements as `to` has, an
 // int32 tensor without holes, from `first` on, in the order of its memory.
 void draw(const at::Tensor &to, at::ScalarType dtype, int64_t seed, int64_t step, int64_t parameter,
           int64_t stream, int64_t first) {
+    if (is_gpu(to.device()) && draw_on_gpu(to, dtype, seed, step, parameter, stream, first))
+        return;
     const at::Tensor here = to.is_cpu() ? to : at::empty_like(to, to.options().device(at::kCPU));
     const of_draw_key key =
         of_key_of_stream(static_cast<uint64_t>(seed), static_cast<uint32_t>(step),

@@ -104,6 +104,13 @@ def test_state_may_become_wide_and_a_seed_another_one():
     assert_same("results", results(fused), results(stock))
 
 
+def test_integers_for_updates_by_operators_are_made_there():
+    eager = made(CAME, **ROUND)
+    for p in params_of(eager):
+        p.grad = torch.ones_like(p)
+    assert gpu.kernels(eager.step) == len(SIZES) * ["of_cuda_draw_integers"]
+
+
 def test_one_trial_is_for_all_seeds(monkeypatch):
     optfuse.fuse(made(AdamW, seed=1))
     monkeypatch.setattr(stock_trial, "_compare", lambda *_: pytest.fail("tried again"))

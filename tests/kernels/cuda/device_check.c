@@ -18,6 +18,7 @@
 #include "host_driver.h"
 #include "packing_check.h"
 #include "rules/adam.h"
+#include "rules/draws.h"
 #include "scale.h"
 
 static int failures;
@@ -345,6 +346,36 @@ static void check_steps(void) {
     check(right, "the flags of two devices are subtracted from every step that is counted");
 }
 
+/* As tests/kernels/test_draws.c has them by the definition. */
+static uint32_t drawn(const of_gpu_draws *draws, uint64_t element) {
+    const uint32_t place = (uint32_t)(element % (64 * draws->halves)), row = place / 16;
+    const uint64_t block = element / (64 * draws->halves) * 16 + place % 16;
+    uint32_t words[] = {(uint32_t)block, (uint32_t)(block >> 32), draws->step, draws->parameter};
+    of_philox(words, draws->seed);
+    return draws->halves == 1 ? words[row] : words[row / 2] >> row % 2 * 16 & 0xffff;
+}
+
+static void check_draws(uint64_t random) {
+    static uint32_t to[5002];
+    bool right = true;
+    for (int i = 0; i < 60; i++) {
+        of_gpu_draws draws = {.to = to + 1,
+                              .n = random_next(&random) % (i % 3 ? 200 : 5000),
+                              .first = random_next(&random) >> (i % 2 ? 20 : 56),
+                              .seed = random_next(&random),
+                              .step = (uint32_t)random_next(&random),
+                              .parameter = (uint32_t)random_next(&random),
+                              .halves = 1 + (uint32_t)random_next(&random) % 2};
+        host.order = (unsigned)i % HOST_ORDERS;
+        memset(to, 0, sizeof to);
+        right = right && of_cuda_draw(&draws, 0, NULL) == OF_CUDA_OK;
+        for (uint64_t k = 0; k < 5000; k++)
+            right = right && to[1 + k] == (k < draws.n ? drawn(&draws, draws.first + k) : 0);
+        right = right && to[0] == 0;
+    }
+    check(right, "integers of stochastic rounding are those of their places, and no other is written");
+}
+
 static void check_capture(void) {
     int captured, other;
     uint64_t id = 99;
@@ -501,6 +532,7 @@ int main(int argc, char **argv) {
     check_programs();
     check_scaling(seed);
     check_steps();
+    check_draws(seed);
     check_capture();
     failures += check_packing(seed);
     printf(failures ? "%d failures, seed %" PRIu64 "\n" : "all agree\n", failures, seed);

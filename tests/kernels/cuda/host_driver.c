@@ -67,11 +67,12 @@ IMAGES(scaling)
 IMAGE(adam_mixed_float32)
 IMAGE(advance)
 IMAGE(asgd_next)
+IMAGE(draw)
 IMAGE(packing_float32)
 IMAGE(packing_float64)
 DTYPES(SCALING_SETS, DECLARE, scaling)
 ADAM_MIXED_SETS(DECLARE, adam_mixed, float32)
-kernel_fn of_cuda_advance_steps, of_cuda_asgd_next;
+kernel_fn of_cuda_advance_steps, of_cuda_asgd_next, of_cuda_draw_integers;
 kernel_fn of_cuda_packing_add_float32, of_cuda_packing_add_float64;
 kernel_fn of_cuda_packing_merge_float32, of_cuda_packing_merge_float64;
 kernel_fn of_cuda_packing_unpack_float32, of_cuda_packing_unpack_float64;
@@ -83,6 +84,7 @@ static const kernel_row rows[] = {
     DTYPES(SCALING_SETS, ROWS, scaling) ADAM_MIXED_SETS(ROWS, adam_mixed, float32)
     {"of_cuda_advance_steps", of_cuda_advance_steps, sizeof(of_cuda_steps), 0},
     {"of_cuda_asgd_next", of_cuda_asgd_next, sizeof(of_cuda_numbers), 0},
+    {"of_cuda_draw_integers", of_cuda_draw_integers, sizeof(of_gpu_draws), 0},
     PACKING(of_cuda_packing_add_float32, 0),
     PACKING(of_cuda_packing_merge_float32, 0),
     PACKING(of_cuda_packing_unpack_float32, 1),

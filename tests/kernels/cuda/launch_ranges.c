@@ -105,12 +105,18 @@ static void read_packing(launch_ranges *r, const char *kernel, const of_cuda_pac
     add(r, (uintptr_t)table->from, merges ? size * n : adds ? matrix : packed, false);
 }
 
+static void read_draws(launch_ranges *r, const of_gpu_draws *draws) {
+    add(r, (uintptr_t)draws->to, (size_t)draws->n * sizeof *draws->to, true);
+}
+
 bool launch_ranges_read(launch_ranges *r, const char *kernel, const void *table) {
     r->n = 0;
     if (strcmp(kernel, "of_cuda_advance_steps") == 0)
         read_steps(r, (const of_cuda_steps *)table);
     else if (strcmp(kernel, "of_cuda_asgd_next") == 0)
         read_numbers(r, (const of_cuda_numbers *)table);
+    else if (strcmp(kernel, "of_cuda_draw_integers") == 0)
+        read_draws(r, (const of_gpu_draws *)table);
     else if (strstr(kernel, "of_cuda_packing_") == kernel)
         read_packing(r, kernel, (const of_cuda_packing_table *)table);
     else if (element_of(kernel))

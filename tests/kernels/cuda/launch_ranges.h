@@ -5,6 +5,7 @@
 #define OPTFUSE_TEST_LAUNCH_RANGES_H
 
 #include "cuda/table.h"
+#include "gpu_update.h"
 
 typedef struct launch_range {
     const void *address;

@@ -22,7 +22,7 @@ CC = os.environ.get("CC", "cc").split()
 CXX = os.environ.get("CXX", "c++").split()
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LAUNCHER = ["driver.c", "launch.c", "common.c", "images.c", "advance.c", "asgd_next.c", "capture.c"]
-LAUNCHER += ["code.c", "packing.c"]
+LAUNCHER += ["code.c", "draw.c", "packing.c"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ UPDATE, LAUNCH, TENSOR = "cuda/update.cu", "cuda/launch.c", "cuda/tensor.cuh"
 BLOCK = "cuda/block.cuh"
 PROGRAM, CODE = "cuda/program.cu", "cuda/code.c"
 PACKING, ROUNDED = "cuda/packing.cu", "cuda/rounded.cu"
+DRAW = "cuda/draw.cu"
 OP_BY_OP, ELEMENT, OPERATORS = "cuda/op_by_op.cu", "cuda/op_by_op_element.h", "rules/aten_cuda.h"
-SOURCES = {"programs": PROGRAM, "packing": PACKING, "adamw": ROUNDED}
+SOURCES = {"programs": PROGRAM, "packing": PACKING, "adamw": ROUNDED, "draw": DRAW}
 FORMS = {name: f"{name}_foreach" for name in ("nadam", "adagrad", "asgd")}
 LISTS = ("VARIANTS", "ROOTS", "N_STATE")
 MULTIPLY = "    of_multiply(&packs.grad, block.factor);\n"
@@ -183,6 +184,12 @@ MUTANTS = [
     Mutant("rounding, a last chunk of one element is left out", ROUNDED,
            "chunk * OF_CHUNK < part.end;", "chunk * OF_CHUNK + 1 < part.end;", (), "float16",
            "adamw"),
+    Mutant("integers, one too many", DRAW, "at - draws.first < draws.n",
+           "at - draws.first <= draws.n", rule="draw"),
+    Mutant("integers, the halves of a word are exchanged", DRAW, ">> half * 16",
+           ">> (1 - half) * 16", rule="draw"),
+    Mutant("integers, the last chunk has no block", "cuda/draw.c", ">> shift) + 1)", ">> shift))",
+           rule="draw"),
     Mutant("packing, the middle row is added twice", PACKING, "if (last != first)", "if (true)",
            rule="packing"),
     Mutant("packing, one element too many", PACKING, "for (; at < n;", "for (; at <= n;",

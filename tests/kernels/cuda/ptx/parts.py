@@ -20,7 +20,7 @@ SOURCES = [HERE / f"{name}.c" for name in ("machine", "powers", "install")]
 SOURCES += [HERE.parent / f"{name}.c" for name in ("batch", "host_driver", "launch_ranges")]
 SOURCES += [HERE.parent.parent / f"{name}.c" for name in ("arrays", "random_program")]
 LAUNCHER = ["driver", "launch", "common", "images", "advance", "asgd_next", "capture", "code"]
-SOURCES += [KERNELS / "cuda" / f"{name}.c" for name in (*LAUNCHER, "packing")]
+SOURCES += [KERNELS / "cuda" / f"{name}.c" for name in (*LAUNCHER, "draw", "packing")]
 
 
 def linked(libraries: list[str]) -> list[str]:
