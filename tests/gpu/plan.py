@@ -32,9 +32,9 @@ FOUND = "9"  # exit status of compute-sanitizer where it found something
 #: Tests at a time; each has a thread of its own, and one waits for the GPU.
 PROCESSES = max(3, min(12, 3 * (os.cpu_count() or 1) // 4))
 PROGRAMS = 60  # random ones, of each process
-GPU_BITS = ["test_gpu_bits", "test_gpu_rules"]
+GPU_BITS = ["test_gpu_bits", "test_gpu_rules", "test_gpu_rounding"]
 TRANSPARENCY = ["test_streams", "test_side_stream", "test_training", "test_clipping"]
-TRANSPARENCY += ["test_graphs", "test_memory", "test_profile"]
+TRANSPARENCY += ["test_graphs", "test_memory", "test_profile", "test_gpu_final"]
 EACH = "python/programs/test_each.py::test_each[forward-"
 FACTORS = {"factors": EACH + "clipped_by_optfuse]"}
 #: Guard, and the test that fails without it: one that can fail.
