@@ -174,6 +174,8 @@ OPTIMIZERS = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2, foreach=False),
     "factored": Factored,
     "by scale": ByScale,
+    "ours": lambda groups: optfuse.optim.Adafactor(groups, lr=1e-2, relative_step=False),
+    "came": lambda groups: optfuse.optim.CAME(groups, lr=1e-2, weight_decay=0.1),
 }
 
 
