@@ -152,6 +152,7 @@ typedef struct of_queue {
     void *event;   /* for waits of other streams */
     float **steps; /* counters of updates that were launched, which are to be counted */
     size_t n_steps, steps_capacity;
+    bool counted;  /* some were: other streams wait for that, too */
 } of_queue;
 
 /* Scalars of the step value last asked for. */

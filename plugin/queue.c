@@ -81,6 +81,7 @@ void of_count_steps(of_plan *plan) {
         of_queue *queue = &plan->queues[i];
         const size_t n = queue->n_steps;
         queue->n_steps = 0;
+        queue->counted |= n > 0;
         if (n > 0 &&
             !plan->host.gpu->count(plan->host.ctx, &queue->stream, queue->steps, n, NULL))
             of_plan_fail(plan);
@@ -102,10 +103,15 @@ static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
     return user->capture != 0 && user->capture != home->capture && OF_GUARD(capture);
 }
 
+/* Launched, and not known to be done. */
+static bool has_work(const of_queue *queue) {
+    return queue->count > 0 || queue->counted;
+}
+
 bool of_queues_join(of_plan *plan) {
     for (size_t i = 0; i < plan->n_queues; i++) {
         const of_stream home = plan->queues[i].stream;
-        if (plan->queues[i].count == 0)
+        if (!has_work(&plan->queues[i]))
             continue;
         const of_stream user = plan->host.gpu->current(plan->host.ctx, home.device);
         if (!is_out_of_reach(&home, &user) && !of_stream_order(plan, &home, &user))
@@ -171,7 +177,7 @@ void of_queues_forget(of_plan *plan) {
 
 bool of_queues_drain(of_plan *plan) {
     for (size_t i = 0; i < plan->n_queues; i++)
-        if (plan->queues[i].count && !wait_for(plan, &plan->queues[i].stream))
+        if (has_work(&plan->queues[i]) && !wait_for(plan, &plan->queues[i].stream))
             return false;
     of_queues_forget(plan);
     return true;

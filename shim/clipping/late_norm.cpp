@@ -68,7 +68,7 @@ LateNorm *norm_of(const c10::StorageImpl *storage) {
 double most_rounded(double norm, size_t n) {
     const double count = static_cast<double>(n);
     const double roundings = count / OF_NORM_LANES + 2 * OF_NORM_LANES + 4;
-    const double squares = (norm * norm + count * 0x1p-149) * std::exp(roundings * kRounding);
+    const double squares = (norm * norm + count * 0x1p-149) * (1 + std::expm1(roundings * kRounding));
     return std::sqrt(squares) * (1 + 2 * kRounding) + 0x1p-149;
 }
 

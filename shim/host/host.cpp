@@ -228,13 +228,13 @@ void settle(void *, void *opaque, bool was_deferred) {
         take_marks_off(refs);
     else if (refs->behind)
         refs->slot->marked_average = WeakTensor(refs->behind->average.getIntrusivePtr());
-    if (refs->on_gpu && was_deferred)
+    if (!refs->on_gpu || (!was_deferred && !refs->consumes))
+        return;
+    if (was_deferred)
         record_all(refs);
-    else if (refs->on_gpu && refs->consumes) {
-        // The gradient dies behind it, not with its owner.
+    else // the gradient dies behind it, not with its owner
         record_on_stream(storage_of(refs->grad), refs->on_gpu->ready);
-        keep_counter(refs);
-    }
+    keep_counter(refs);
 }
 
 namespace {

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "base/error.h"
 #include "base/parallel.h"
 #include "base/plain_mode.h"
 #include "base/threads.h"
@@ -148,6 +149,12 @@ class Update {
 
 void factored(const at::Tensor &param, const at::Tensor &grad, std::vector<at::Tensor> state,
               std::vector<double> numbers) {
+    const bool is_came = numbers.size() > n_is_came && numbers[n_is_came] != 0;
+    const bool has_momentum = numbers.size() > n_beta1 && !std::isnan(numbers[n_beta1]);
+    const size_t averages = param.dim() > 1 ? (is_came ? 4 : 2) : 1;
+    if (numbers.size() != n_decay + 1 || grad.sizes() != param.sizes() ||
+        grad.dtype() != param.dtype() || state.size() != has_momentum + averages + !is_came)
+        fail("optfuse: factored() got a gradient or a state that is not of its parameter's form");
     set_threads_as_operators(param.numel());
     const PlainMode plain;
     Update(param, grad, state, numbers).run();

@@ -483,3 +483,31 @@ def test_step_after_backward_takes_the_marks_off():
     assert any(map(is_marked, params)), "no update has waited: the test would prove nothing"
     optimizer.step()
     assert not any(map(is_marked, params))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_counters_of_a_pass_on_another_stream_are_those_of_stock(mode, saved):
+    """backward() has its caller's stream wait for what it did elsewhere, also for counters that are
+    counted at its end."""
+
+    def script(wrap):
+        there = gpu.stream()
+        with there:
+            model, optimizer = prepared(wrap, functools.partial(adamw, capturable=True))
+        gpu.synchronize()
+        here = torch.accelerator.current_stream()
+        for i in range(2, 4):
+            there.wait_stream(here)
+            optimizer.zero_grad()
+            with there:
+                loss = loss_of(model, i)
+            here.wait_stream(there)
+            loss.backward()
+            optimizer.step()
+            state = optimizer.state_dict()["state"] if saved else optimizer.state
+            yield "counters", [entry["step"] for entry in state.values()]
+        there.wait_stream(here)
+
+    gpu.settle()
+    legal(script, mode, prove=False, bucket_bytes=1)

@@ -117,7 +117,6 @@ BACKWARD_THERE(the_steps_of_each_stream_are_counted_there, 2000) {
     device.current = 0;
     OK(end_pass(f));
     expect_counted(f, 2);
-    fake_timeline_wait(&device.timeline, 0, 1);
     step(f);
 }
 

@@ -53,7 +53,8 @@ def _first_of(sharded: Any) -> int:
     split = [i for i, place in enumerate(sharded.placements) if not place.is_replicate()]
     if not split:
         return 0
-    if len(split) > 1 or not sharded.placements[split[0]].is_shard(0):
+    place = sharded.placements[split[0]]
+    if len(split) > 1 or type(place).__name__ != "Shard" or not place.is_shard(0):
         raise RuntimeError(
             "stochastic rounding takes parameters that are sharded once, by their first dimension, "
             f"and this one, of shape {tuple(sharded.shape)}, is {sharded.placements}"

@@ -498,3 +498,62 @@ def test_a_compiled_step_is_the_classs_own(cls):
         step()
         plain.step()
     assert_same("results", results(optimizer), results(plain))
+
+
+def made(cls, params):
+    return cls(params, **(FIXED if cls is Adafactor else {"lr": 0.01}))
+
+
+@pytest.mark.parametrize("cls", [Adafactor, CAME])
+@pytest.mark.parametrize("larger", [(4, 4), (300, 300)])
+def test_a_gradient_of_another_shape_raises_as_by_the_lines(cls, larger):
+    param = nn.Parameter(torch.ones(3, 3))
+    param.grad = torch.ones(3, 3)
+    param.data = torch.ones(larger)
+    with pytest.raises(RuntimeError, match="must match|not of its parameter's form"):
+        made(cls, [param]).step()
+
+
+def test_the_operator_refuses_what_is_of_another_form():
+    with pytest.raises(RuntimeError, match="not of its parameter's form"):
+        torch.ops.optfuse.factored(torch.ones(9), torch.ones(4), [torch.ones(9)] * 2, [0.0] * 14)
+
+
+@pytest.mark.parametrize("cls", [Adafactor, CAME])
+def test_it_trains_in_inference_mode(cls):
+    with torch.inference_mode():
+        ours = torch.ones(4, 5)
+        ours.grad = torch.full((4, 5), 0.5)
+        optimizer = made(cls, [ours])
+        for _ in range(2):
+            optimizer.step()
+    stock = torch.ones(4, 5)
+    stock.grad = torch.full((4, 5), 0.5)
+    optimizer = made(cls, [stock])
+    for _ in range(2):
+        optimizer.step()
+    assert torch.equal(ours, stock)
+
+
+@pytest.mark.parametrize("cls", [Adafactor, CAME])
+def test_a_subclass_is_not_tried_and_has_its_own_lines(cls):
+    class Scaled(cls):
+        def __init__(self, params):
+            super().__init__(params, **(FIXED if cls is Adafactor else {"lr": 0.01}))
+            self.scale = 0.5
+
+        def _compute_factored(self, group, param, grad, state):
+            super()._compute_factored(group, param, grad * self.scale, state)
+
+    first, second = (nn.Parameter(torch.ones(4, 5)) for _ in range(2))
+    first.grad = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    second.grad = first.grad * 0.5
+    Scaled([first]).step()
+    made(cls, [second]).step()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("cls", [Adafactor, CAME])
+def test_it_is_made_under_fake_tensors(cls):
+    with torch._subclasses.FakeTensorMode():
+        made(cls, [nn.Parameter(torch.ones(4, 5))])
