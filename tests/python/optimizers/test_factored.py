@@ -500,7 +500,7 @@ def test_a_compiled_step_is_the_classs_own(cls):
     assert_same("results", results(optimizer), results(plain))
 
 
-def made(cls, params):
+def usual(cls, params):
     return cls(params, **(FIXED if cls is Adafactor else {"lr": 0.01}))
 
 
@@ -511,7 +511,7 @@ def test_a_gradient_of_another_shape_raises_as_by_the_lines(cls, larger):
     param.grad = torch.ones(3, 3)
     param.data = torch.ones(larger)
     with pytest.raises(RuntimeError, match="must match|not of its parameter's form"):
-        made(cls, [param]).step()
+        usual(cls, [param]).step()
 
 
 def test_the_operator_refuses_what_is_of_another_form():
@@ -524,12 +524,12 @@ def test_it_trains_in_inference_mode(cls):
     with torch.inference_mode():
         ours = torch.ones(4, 5)
         ours.grad = torch.full((4, 5), 0.5)
-        optimizer = made(cls, [ours])
+        optimizer = usual(cls, [ours])
         for _ in range(2):
             optimizer.step()
     stock = torch.ones(4, 5)
     stock.grad = torch.full((4, 5), 0.5)
-    optimizer = made(cls, [stock])
+    optimizer = usual(cls, [stock])
     for _ in range(2):
         optimizer.step()
     assert torch.equal(ours, stock)
@@ -549,11 +549,11 @@ def test_a_subclass_is_not_tried_and_has_its_own_lines(cls):
     first.grad = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     second.grad = first.grad * 0.5
     Scaled([first]).step()
-    made(cls, [second]).step()
+    usual(cls, [second]).step()
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("cls", [Adafactor, CAME])
 def test_it_is_made_under_fake_tensors(cls):
     with torch._subclasses.FakeTensorMode():
-        made(cls, [nn.Parameter(torch.ones(4, 5))])
+        usual(cls, [nn.Parameter(torch.ones(4, 5))])
