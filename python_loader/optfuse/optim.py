@@ -5,13 +5,12 @@ any other, and their step() is the reference for what fuse() gives."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from optfuse._rounding.factored import CAME as CAME
-from optfuse._rounding.factored import Adafactor as Adafactor
+from optfuse._names import resolver_of
 from optfuse._rounding.one_by_one import (
     Entry,
     Group,
@@ -21,6 +20,12 @@ from optfuse._rounding.one_by_one import (
     check_numbers,
     rounding_options,
 )
+
+if TYPE_CHECKING:
+    from optfuse._rounding.factored import CAME as CAME
+    from optfuse._rounding.factored import Adafactor as Adafactor
+else:
+    __getattr__ = resolver_of(__name__)
 
 
 class Lion(OneByOne):
