@@ -2,7 +2,6 @@
 """Gradients that are promises are clipped without being computed, where their norm is surely below
 max_norm (generated_clips.py). Full runs have played 3,000 programs."""
 
-import gc
 import json
 import os
 
@@ -80,8 +79,6 @@ def test_a_norm_that_is_looked_at_behind_the_update_computes_no_gradient():
 
 @pytest.mark.parametrize("error_if_nonfinite", (False, True))
 def test_get_total_norm_and_clip_grads_with_norm(error_if_nonfinite):
-    gc.collect()  # of gradients alone it is asked while no optimizer is in backward mode
-
     def iteration(model, optimizer, i):
         optimizer.zero_grad()
         loss_of(model, i).backward()
