@@ -32,7 +32,9 @@ static void ends_well(pid_t child) {
 
 static void fork_and_check(fixture *f) {
     of_fork_prepare();
+    pthread_mutex_lock(&f->host->lock); /* another thread may be recording an event */
     pid_t pid = fork();
+    pthread_mutex_unlock(&f->host->lock);
     if (pid == 0)
         _exit(child_verdict(f));
     of_fork_parent();

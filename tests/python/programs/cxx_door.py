@@ -34,7 +34,8 @@ LEFT_OUT = {
     "calls of optfuse, of an optimizer of Python": (
         "flush unfuse_and_fuse_again train_one_round_unfused unfuse_before_step "
         "train_with_an_average change_where_tensors_lie replay_a_graph iteration_in_another_order "
-        "clip_an_odd_gradient clip_by_optfuse clipped_by_optfuse clipped_before_more_is_added "
+        "clip_an_odd_gradient clip_by_optfuse clipped_by_optfuse clip_near_the_norm "
+        "clipped_before_more_is_added "
         "zero_an_older_gradient "
         "evict_the_hooks_of_gradients groups_changed_inside_backward accumulate_with_marks "
         "backward_that_only_adds backward_that_adds_for_one exception_in_a_pass_that_adds "
