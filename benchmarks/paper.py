@@ -33,9 +33,9 @@ NONE, FUSED = "no optimizer", "fused=True"
 BACKWARD, FORWARD = "backward fusion", "forward fusion"
 ROUNDS, SMOKE_ROUNDS = 15, 3
 BATCHES = {
-    "MobileNetV2": {1: 4, 4: 3, 16: 2, 64: 1},
-    "ResNet-18": {1: 3, 4: 2, 16: 1},
-    "GPT": {1: 3, 4: 2, 16: 1},
+    "MobileNetV2": {1: 4, 4: 3, 16: 2},
+    "ResNet-18": {1: 3, 2: 2, 4: 2},
+    "GPT": {1: 3, 2: 2, 4: 2},
     "MLP": {1: 10, 8: 10, 64: 6, 256: 3},
 }
 WIDTHS = {1024: 4, 512: 16, 256: 64, 128: 256}  # and layers: 4,194,304 parameters each
@@ -142,7 +142,9 @@ def built(cls: Callable[..., Optimizer], model: Callable[[], MLP], batch: int) -
 def by_share(chosen: Any) -> dict[str, Row]:
     """Classes without a flag for their loop are one."""
     found = {}
-    classes: dict[str, Callable[..., Optimizer]] = {cls.__name__: cls for cls in RULES}
+    classes: dict[str, Callable[..., Optimizer]] = {
+        f"{'optfuse ' * cls.__module__.startswith('optfuse')}{cls.__name__}": cls for cls in RULES
+    }
     classes["SGD, momentum"] = partial(SGD, momentum=0.9)
     classes |= {cls.__name__: cls for cls in foreign()}
     for name, cls in list(classes.items())[: 2 if chosen.smoke else None]:

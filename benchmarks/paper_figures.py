@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws docs/paper-batch.svg, paper-share.svg and paper-layers.svg from results/paper.json.
+"""Draws docs/paper-batch.svg, -share.svg and -layers.svg from results/paper-1-thread.json.
 
 .venv/bin/python benchmarks/paper_figures.py docs"""
 
@@ -161,7 +161,7 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def main() -> None:
-    results = json.loads((RESULTS / "paper.json").read_text("utf-8"))
+    results = json.loads((RESULTS / "paper-1-thread.json").read_text("utf-8"))
     for name, draw in DRAWINGS.items():
         Path(sys.argv[1], name).write_text(draw(results), "utf-8")
 

@@ -26,8 +26,14 @@ def results(gallery):
 
 
 def test_the_pictures_are_drawn_from_the_results(gallery, results):
+    import paper_figures
+
     shown = set(re.findall(r"\]\((\S+\.svg)\)", PAGE))
-    assert shown == {*gallery.PICTURES, "trace.svg"}
+    assert shown == {*gallery.PICTURES, *paper_figures.DRAWINGS, "trace.svg"}
+    of_paper = json.loads((paper_figures.RESULTS / "paper-1-thread.json").read_text("utf-8"))
+    for name, draw in paper_figures.DRAWINGS.items():
+        drawn = (ROOT / "docs" / name).read_text("utf-8")
+        assert drawn == draw(of_paper), f"draw docs/{name} again: benchmarks/paper_figures.py docs"
     for name, draw in gallery.PICTURES.items():
         drawn = (ROOT / "docs" / name).read_text("utf-8")
         assert drawn == draw(results), f"draw docs/{name} again: benchmarks/gallery.py docs"
