@@ -31,7 +31,6 @@ HOMES = {
         **dict.fromkeys(("Reordering", "reorder"), "optfuse_layers.reorder.reorder"),
         "ab": "optfuse_tools.ab.ab",
     },
-    "optfuse.optim": dict.fromkeys(("Adafactor", "CAME"), "optfuse._rounding.factored"),
     "optfuse.pipeline": {
         **dict.fromkeys(
             ("PlannedLayer", "Place", "PipelinePlan", "Simulated", "Task"),

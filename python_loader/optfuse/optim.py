@@ -4,13 +4,13 @@ any other, and their step() is the reference for what fuse() gives."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from optfuse._names import resolver_of
 from optfuse._rounding.one_by_one import (
     Entry,
     Group,
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from optfuse._rounding.factored import CAME as CAME
     from optfuse._rounding.factored import Adafactor as Adafactor
 else:
-    __getattr__ = resolver_of(__name__)
+
+    def __getattr__(name: str) -> Any:
+        """Loads two classes when they are asked for: they are many lines, and fuse() needs none."""
+        if name not in ("Adafactor", "CAME"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module("optfuse._rounding.factored"), name)
 
 
 class Lion(OneByOne):
