@@ -311,7 +311,7 @@ class Link:
     def keep_state(self, optimizer: Optimizer) -> None:
         """Keeps the entries of a state that is no dict, which the library can't read."""
         self.kept_entries, self.kept_values = entries, values = [], []
-        for param, entry in optimizer.__dict__["state"].items():
+        for param, entry in optimizer.state.items():
             entries += param, entry
             items = entry.items() if isinstance(entry, Mapping) else ()
             values += (*chain.from_iterable(items), None)
@@ -354,7 +354,7 @@ class Link:
 
     def move_to_end(self, optimizer: Optimizer, slot: int) -> None:
         """Stock's step() inserts new entries of the state in the order of the parameters."""
-        state, param = optimizer.__dict__["state"], self.slots.params[slot]
+        state, param = optimizer.state, self.slots.params[slot]
         if param in state:
             state[param] = state.pop(param)
 
@@ -408,7 +408,7 @@ class Link:
 
     def apply(self, optimizer: Optimizer, slot: int) -> None:
         """One update by the class's own step(). Under the plan's lock."""
-        is_absent = self.slots.params[slot] not in optimizer.__dict__["state"]
+        is_absent = self.slots.params[slot] not in optimizer.state
         entry = self.updater.apply(optimizer, slot, self.slots.params[slot])
         self._used.make(slot, entry, is_over=True)
         lib_with_gil.of_shim_ledger_note_entry(self.plan, slot, is_absent)
@@ -444,7 +444,7 @@ class Link:
         return self.updater.changed_option(then, optimizer.param_groups[now], number) or ""
 
     def changed_state(self, optimizer: Optimizer, slot: int) -> str:
-        param, now = self.slots.params[slot], optimizer.__dict__["state"]
+        param, now = self.slots.params[slot], optimizer.state
         if self._then[0] is not self.kept_entries:
             self._then = self.kept_entries, dict(self._entries())
         then = self._then[1].get(id(param), {})

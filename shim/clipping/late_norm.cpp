@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// late_norm.cpp: see late_norm.h. The bound covers how PyTorch rounds: a sum of positive numbers of
-// which each passes n roundings is at most exp(n u) times the exact one, u = kRounding.
+// late_norm.cpp: see late_norm.h. The bound covers how PyTorch rounds (most_rounded_up()): a sum of
+// positive numbers is that of what each of them becomes.
 #include "clipping/late_norm.h"
 
 #include <ATen/ops/scalar_tensor.h>
@@ -68,7 +68,7 @@ LateNorm *norm_of(const c10::StorageImpl *storage) {
 double most_rounded(double norm, size_t n) {
     const double count = static_cast<double>(n);
     const double roundings = count / OF_NORM_LANES + 2 * OF_NORM_LANES + 4;
-    const double squares = (norm * norm + count * 0x1p-149) * (1 + std::expm1(roundings * kRounding));
+    const double squares = (norm * norm + count * 0x1p-149) * most_rounded_up(roundings);
     return std::sqrt(squares) * (1 + 2 * kRounding) + 0x1p-149;
 }
 

@@ -12,6 +12,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <atomic>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -43,6 +44,9 @@ using Run = void (*)(const OperatorCall &call);
 inline void go_on(const OperatorCall &call) { call.go_on(); }
 
 constexpr double kRounding = 0x1p-24; // of float32, at most, beside a number of 1
+// At most so many times the exact number is one that has passed n roundings: exp(n kRounding), by a
+// function that the oldest C library has, too.
+inline double most_rounded_up(double n) { return 1 + std::expm1(n * kRounding); }
 
 // Numbers of float32 that are absent. Any thread can compute them at any time.
 class Computable {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // factored.cpp: an update of one parameter by optfuse.optim's Adafactor or CAME as one operator, which
 // their step() calls: the passes of kernels/factored.h, and PyTorch's operators over rows and columns.
-// It has the bits of the operators that step() calls elsewhere (_factored.py).
+// It has the bits of the operators that step() calls elsewhere (_rounding/factored.py).
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -21,7 +21,7 @@
 namespace optfuse {
 namespace {
 
-// The operator's numbers, in the order of _factored.py. beta1: NaN without an average of updates.
+// The operator's numbers, in the order of _rounding/factored.py. beta1: NaN without an average of updates.
 enum {
     n_stochastic, n_seed, n_step, n_parameter, n_eps1, n_eps2, n_clip, n_is_came, n_beta1, n_beta2,
     n_beta3, n_rate, n_scales, n_decay
@@ -164,7 +164,7 @@ void factored(const at::Tensor &param, const at::Tensor &grad, std::vector<at::T
 } // namespace
 } // namespace optfuse
 
-// state: in the order of _factored.py. All are contiguous, and who calls it has looked at that.
+// state: in the order of _rounding/factored.py. All are contiguous, and who calls it has looked at that.
 TORCH_LIBRARY_FRAGMENT(optfuse, m) {
     m.def("factored(Tensor(a!) param, Tensor grad, Tensor(b!)[] state, float[] numbers) -> ()",
           torch::dispatch(c10::kCPU, TORCH_FN(optfuse::factored)));

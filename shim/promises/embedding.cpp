@@ -62,7 +62,7 @@ double EmbeddingProduct::most_norm() const {
         if (i + 1 == uses_.size() || uses_[i + 1].row != uses_[i].row)
             squares += row * row, row = 0;
     }
-    return std::sqrt(squares) * (1 + std::expm1(static_cast<double>(uses_.size() + 8) * kRounding));
+    return std::sqrt(squares) * most_rounded_up(static_cast<double>(uses_.size() + 8));
 }
 
 void EmbeddingProduct::fill(int64_t first, int64_t end, void *out) const {

@@ -139,7 +139,7 @@ class SumProduct final : public WeightProduct {
         double sum = 0;
         for (const SharedProduct &term : terms)
             sum += term->most_norm();
-        return sum * (1 + std::expm1(static_cast<double>(terms.size()) * kRounding));
+        return sum * most_rounded_up(static_cast<double>(terms.size()));
     }
     void fill(int64_t first, int64_t end, void *out) const override {
         terms[0]->compute(first, end, out);

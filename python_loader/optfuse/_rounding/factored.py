@@ -54,16 +54,16 @@ def _has_known_order(shape: torch.Size, numel: int) -> bool:
     return (columns - 1) // each * each < columns - rest
 
 
-def _agrees(cls: type[Factored]) -> bool:
-    """Whether the operator has the bits of the class's own lines, here. Of a subclass these may be
-    others."""
-    if cls not in _agree and cls in (Adafactor, CAME):
-        try:
-            with torch.inference_mode(False):
-                _agree[cls] = all(_is_equal(cls, torch.Size(s), d) for s in _TRIED for d in _DTYPES)
-        except RuntimeError:  # a mode answers operators, such as one of fake tensors
-            return False
-    return _agree.get(cls, False)
+def _try_operator(cls: type[Factored]) -> None:
+    """Finds out, once, whether the operator has the bits of the class's own lines here. A subclass
+    may have other lines, and never has it."""
+    if cls in _agree or cls not in (Adafactor, CAME):
+        return
+    try:
+        with torch.inference_mode(False):
+            _agree[cls] = all(_is_equal(cls, torch.Size(s), d) for s in _TRIED for d in _DTYPES)
+    except RuntimeError:
+        return  # fake tensors, for example, have no numbers: the next optimizer tries again
 
 
 def _is_equal(cls: type[Factored], shape: torch.Size, dtype: torch.dtype) -> bool:
@@ -97,7 +97,7 @@ class Factored(Rounding):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        _agrees(type(self))  # now, and not in the middle of a step()
+        _try_operator(type(self))  # now, and not in the middle of a step()
 
     def _make_state(self, group: Group, param: Tensor, state: Entry) -> None:
         state["step"] = 0
@@ -137,7 +137,7 @@ class Factored(Rounding):
 
     def _update(self, group: Group, param: Tensor, grad: Tensor, state: Entry, number: int) -> None:
         state["step"] += 1
-        by_operator = _agrees(type(self)) and self._fits(group, param, grad, state)
+        by_operator = _agree.get(type(self), False) and self._fits(group, param, grad, state)
         update = self._by_operator if by_operator else self._by_lines
         update(group, param, grad, state, number)
 
@@ -283,7 +283,7 @@ class Adafactor(Factored):
             **_rounding(stochastic_rounding, seed),
         }
         super().__init__(params, defaults)
-        _agrees(type(self))
+        _try_operator(type(self))
 
     def _numbers(self, group: Group, state: Entry) -> tuple[float, ...]:
         beta1 = math.nan if group["beta1"] is None else group["beta1"]
@@ -373,7 +373,7 @@ class CAME(Factored):
             **_rounding(stochastic_rounding, seed),
         }
         super().__init__(params, defaults)
-        _agrees(type(self))
+        _try_operator(type(self))
 
     def _numbers(self, group: Group, state: Entry) -> tuple[float, ...]:
         return 1, *group["betas"], group["lr"], 0, group["weight_decay"]

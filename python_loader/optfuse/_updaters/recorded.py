@@ -309,7 +309,7 @@ def _restore(holder: dict[Any, Any], items: dict[Any, Any], now: dict[Any, Any])
 
 def _owner_of(optimizer: Optimizer, slots: Slots, addresses: set[int]) -> str:
     for slot, param in enumerate(slots.params):
-        for tensor in tensors_in([optimizer.__dict__["state"].get(param)]):
+        for tensor in tensors_in([optimizer.state.get(param)]):
             if tensor.data_ptr() in addresses:
                 return f" of {slots.labels[slot]}"
     return ""

@@ -129,7 +129,7 @@ class Registered(Updater):
         return True
 
     def _step_late(self, optimizer: Optimizer, slots: Slots, late: list[int]) -> None:
-        state = optimizer.__dict__["state"]
+        state = optimizer.state
         new = [slot for slot in late if slots.params[slot] not in state]
         with self._own.seen(optimizer):
             self._step(optimizer)
@@ -159,7 +159,7 @@ class Registered(Updater):
             torch.ops.optfuse.set_numbers(self._plan, len(self._native.options), numbers)
         lib_with_gil.of_shim_hide_gradients(self._plan, slots.params)
         self._entries, self._values = [None] * len(slots), [_UNTOLD] * len(slots)
-        state = optimizer.__dict__["state"]
+        state = optimizer.state
         self._keys = no_parameters(state)
         self._places = list(zip(slots.group_of, slots.place_of, strict=True))
         for slot, param in enumerate(slots.params):
@@ -182,7 +182,7 @@ class Registered(Updater):
         return entry is self._entries[slot] and are_same(_values_of(entry), self._values[slot])
 
     def apply(self, optimizer: Optimizer, slot: int, param: Tensor) -> Entry:
-        state = optimizer.__dict__["state"]
+        state = optimizer.state
         before, gradient = Settings(optimizer, keys=self._keys), param.grad
         n_others = len(state) - (param in state)
         is_known = self._is_known(slot, state.get(param))

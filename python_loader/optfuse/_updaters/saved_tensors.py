@@ -24,7 +24,7 @@ def tell_of_writes(optimizer: Optimizer, in_backward: bool) -> None:
         return
     if in_backward:
         raise Error(_IN_BACKWARD)
-    state = optimizer.__dict__["state"]
+    state = optimizer.state
     params = (p for group in optimizer.param_groups for p in group["params"])
     with torch.no_grad():
         for param in params:

@@ -43,7 +43,7 @@ def shares_with_others(optimizer: Any) -> bool:
 
 
 def _parts(optimizer: Any) -> set[int]:
-    entries = [x for x in optimizer.__dict__["state"].values() if isinstance(x, dict)]
+    entries = [x for x in optimizer.state.values() if isinstance(x, dict)]
     tensors = (id(x) for entry in entries for x in entry.values() if isinstance(x, Tensor))
     return {*map(id, entries), *tensors}
 

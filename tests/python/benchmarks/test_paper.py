@@ -25,12 +25,19 @@ def benchmarks(monkeypatch):
 def test_each_experiment_compares_equal_training(part):
     import paper
 
-    found = paper.plain(getattr(paper, part)(Namespace(smoke=True, rounds=2)))
+    found = getattr(paper, part)(Namespace(smoke=True, rounds=2))
     assert found
     for row in found.values():
-        assert row["share"]["median"] > 0
+        assert row["share"].median > 0
         ours = {kind: row["variants"][kind] for kind in (paper.BACKWARD, paper.FORWARD)}
-        assert all(kind["equal"] and kind["by_loop"]["low"] > 0 for kind in ours.values())
+        assert all(kind["equal"] and kind["by_loop"].low > 0 for kind in ours.values())
+
+
+def test_muon_is_compared_by_bits():
+    import muon
+
+    (form,) = muon.section(Namespace(smoke=True, rounds=2))["forms"]
+    assert form["equal_bits"] and form["by_stock"].low > 0
 
 
 def test_the_simulation_counts_what_an_update_moves(tmp_path):
