@@ -25,6 +25,7 @@ import kernels
 import kfac
 import launch
 import memory
+import muon
 import paper
 import pipeline_flush
 import pipeline_plan
@@ -58,6 +59,7 @@ SECTIONS = {
     "trips": trips.section,
     "rounding": rounding.section,
     "promises": promised_gradients.section,
+    "muon": muon.section,
     "paper": paper.section,
     "survey": survey.section,
     "recorded": any_optimizer.section,
@@ -74,6 +76,7 @@ SECTIONS = {
 USUAL = {"cpu": ("cells", "memory", "launch"), "cuda": ("cells", "memory", "kernels")}
 SMOKE = ("cells", "memory", "kernels")
 OF_ANY_OPTIMIZER = (
+    "muon",
     "paper",
     "survey",
     "recorded",
@@ -102,6 +105,7 @@ HELP = """sections:
   trips    Python functions that an iteration enters, and its calls of the library
   rounding an update of bfloat16 that is rounded stochastically
   promises thin linear layers whose gradients are promises, under two policies of memory
+  muon     step() of torch.optim.Muon over equal small matrices
   paper    the experiments of arXiv 2104.00237: batch size, the optimizer's share, layers, traffic
   survey   optimizers of other packages, recorded: equal to stock, and where; see --packages
   recorded step() of ten classes of another package, by itself and recorded; see --packages

@@ -89,19 +89,12 @@ def measured(
     return {"share": share, "ms without": median_interval(times[NONE]), "variants": ours}
 
 
-def said(value: Interval | None, digits: int = 2) -> str:
-    if value is None:
-        return ""
-    low, high = f"{value.low:.{digits}f}", f"{value.high:.{digits}f}"
-    return f"{value.median:.{digits}f} [{low}, {high}]"
-
-
 def table(rows: Mapping[str, Row], key: str) -> str:
     kinds = (FOREACH, FUSED, BACKWARD, FORWARD)
     lines = [("", "share of the loop", *kinds)]
     for name, row in rows.items():
         found = [row["variants"].get(kind) for kind in kinds]
-        lines.append((name, said(row["share"]), *(said(f[key]) if f else "" for f in found)))
+        lines.append((name, str(row["share"]), *(str(f[key]) if f else "" for f in found)))
     return columns(lines)
 
 
@@ -178,15 +171,6 @@ def by_layers(chosen: Any) -> dict[str, Row]:
     return found
 
 
-def plain(value: Any) -> Any:
-    """Intervals as their three numbers."""
-    if isinstance(value, Interval):
-        return {"median": value.median, "low": value.low, "high": value.high}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value
-
-
 def section(chosen: Any) -> dict[str, Any]:
     parts = {"batch": by_batch, "share": by_share, "layers": by_layers, "traffic": traffic.count}
-    return {name: plain(part(chosen)) for name, part in parts.items()}
+    return {name: part(chosen) for name, part in parts.items()}
