@@ -92,8 +92,8 @@ def norms_of_gradients_alone(error_if_nonfinite):
 
 @pytest.mark.parametrize("error_if_nonfinite", (False, True))
 def test_get_total_norm_and_clip_grads_with_norm(error_if_nonfinite):
-    """In a process of its own: such a norm is late while every fused optimizer is in forward mode, and
-    other tests may leave some that are not."""
+    """In a process of its own: such a norm is late while every fused optimizer is in forward mode,
+    and other tests may leave some that are not."""
     python_ok(
         "from promises.test_clipped_promises import norms_of_gradients_alone\n"
         f"norms_of_gradients_alone({error_if_nonfinite})"
