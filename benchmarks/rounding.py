@@ -120,12 +120,12 @@ def stepping(optimizer: Optimizer, by_lines: bool) -> Run:
     """By the class's own lines, or by its operator."""
 
     def run() -> None:
-        before = factored._agrees
-        factored._agrees = lambda _: not by_lines
+        before = factored._agree
+        factored._agree = dict.fromkeys(before, not by_lines)
         try:
             optimizer.step()
         finally:
-            factored._agrees = before
+            factored._agree = before
 
     return run
 

@@ -103,18 +103,19 @@ static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
     return user->capture != 0 && user->capture != home->capture && OF_GUARD(capture);
 }
 
-/* Launched, and not known to be done. */
-static bool has_work(const of_queue *queue) {
-    return queue->count > 0 || queue->counted;
+/* Launched, and not known to be done. Counters that a capture counts are its graph's, and behind
+ * the capture nobody waits for them. */
+static bool has_work(const of_queue *queue, uint64_t capture) {
+    const uint64_t home = queue->stream.capture;
+    return queue->count > 0 || (queue->counted && (home == 0 || home == capture));
 }
 
 bool of_queues_join(of_plan *plan) {
     for (size_t i = 0; i < plan->n_queues; i++) {
         const of_stream home = plan->queues[i].stream;
-        if (!has_work(&plan->queues[i]))
-            continue;
         const of_stream user = plan->host.gpu->current(plan->host.ctx, home.device);
-        if (!is_out_of_reach(&home, &user) && !of_stream_order(plan, &home, &user))
+        if (has_work(&plan->queues[i], user.capture) && !is_out_of_reach(&home, &user) &&
+            !of_stream_order(plan, &home, &user))
             return false;
     }
     return true;
@@ -177,7 +178,7 @@ void of_queues_forget(of_plan *plan) {
 
 bool of_queues_drain(of_plan *plan) {
     for (size_t i = 0; i < plan->n_queues; i++)
-        if (has_work(&plan->queues[i]) && !wait_for(plan, &plan->queues[i].stream))
+        if (has_work(&plan->queues[i], 0) && !wait_for(plan, &plan->queues[i].stream))
             return false;
     of_queues_forget(plan);
     return true;
