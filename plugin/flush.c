@@ -17,6 +17,7 @@ static of_status finish(of_plan *plan, bool scalings, bool wait) {
     if (scalings)
         of_launch_pending(plan, OF_SCALINGS, &done);
     of_count_steps(plan);
+    of_queues_let_go(plan, &done);
     of_status status = of_plan_health(plan);
     if (wait ? !of_queues_drain(plan) : status == OF_OK && !of_queues_join(plan))
         status = OF_REFUSED;

@@ -115,7 +115,8 @@ static bool run(of_plan *plan, const of_list *call) {
 /* Those that were pending stay in the registry, in flight. */
 static void settle(of_plan *plan, of_list *call, of_list *done) {
     void (*const settle_one)(void *, void *, bool) = plan->settle[call->first->kind->index];
-    of_list finished = {0};
+    const bool beside = !of_stream_equal(&call->first->in.stream, &call->first->in.ready);
+    of_list finished = {0}, held = {0};
     for (of_update *u = call->first, *next; u; u = next) {
         next = u->next;
         if (!u->deferred || u->gone || !of_queue_add(plan, u)) {
@@ -124,8 +125,10 @@ static void settle(of_plan *plan, of_list *call, of_list *done) {
         }
         settle_one(plan->host.ctx, u->in.references, true);
         u->pending = u->deferred = false;
-        of_list_append(done, u);
+        of_list_append(beside ? &held : done, u);
     }
+    if (held.first)
+        of_queue_hold(plan, &held, done);
     if (finished.first)
         of_settle(plan, &finished, done);
 }

@@ -141,6 +141,12 @@ struct of_pass {
     of_waiting *waiting; /* one for each stream, perhaps empty */
 };
 
+/* A launch on a side stream whose gradients nobody else may use yet. */
+typedef struct of_held {
+    of_list updates;
+    void *event; /* behind it; the host's */
+} of_held;
+
 /* The work that a plan has left running on a stream. */
 typedef struct of_queue {
     of_stream stream;
@@ -153,6 +159,7 @@ typedef struct of_queue {
     float **steps; /* counters of updates that were launched, which are to be counted */
     size_t n_steps, steps_capacity;
     bool counted;  /* some were: other streams wait for that, too */
+    of_held held[2]; /* the last launch first */
 } of_queue;
 
 /* Scalars of the step value last asked for. */
@@ -341,6 +348,10 @@ of_status of_await_pending(of_plan *plan);
 /* queue.c: with plan->lock held */
 /* Puts a launched update in flight; false: no memory. */
 bool of_queue_add(of_plan *plan, of_update *update);
+/* Keeps what was launched on a side stream from *done until two more launches, or until it is let
+ * go. */
+void of_queue_hold(of_plan *plan, const of_list *launched, of_list *done);
+void of_queues_let_go(of_plan *plan, of_list *done);
 /* Has the step counters of launched updates counted on their stream; false: no memory. */
 bool of_queue_count_later(of_plan *plan, const of_stream *stream, float *const *steps, size_t n);
 /* Counts them now: at the end of a pass, of step() and of each launch outside of both, and where

@@ -187,6 +187,7 @@ static bool empty(of_plan *plan) {
     drop_missing(plan, &done);
     of_launch_pending(plan, OF_SCALINGS, &done);
     of_count_steps(plan);
+    of_queues_let_go(plan, &done);
     const bool drained = of_queues_drain(plan);
     of_slot *slots = plan->slots;
     size_t n_slots = plan->n_slots;

@@ -7,6 +7,10 @@
  * behind those in flight, or the next use of one of them does; every later step()
  * and such use asks for it.
  *
+ * Memory that a side stream reads goes back to the stream that it came from: that one waits for the
+ * launch before the last, so that only two launches' gradients are kept, and the allocator need
+ * not ask when the side stream is done.
+ *
  * Step counters on the device are counted here, too, behind all updates of a backward pass or
  * step(): one launch a stream. */
 #include <stdlib.h>
@@ -97,6 +101,35 @@ bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *af
            gpu->wait(plan->host.ctx, after, queue->event);
 }
 
+/* The gradients' own stream waits first: what it does next may be given their memory. */
+static void let_go(of_plan *plan, of_held *held, of_list *done) {
+    const of_update *first = held->updates.first;
+    if (first && OF_GUARD(held) &&
+        !plan->host.gpu->wait(plan->host.ctx, &first->in.ready, held->event))
+        of_plan_fail(plan);
+    for (of_update *u = held->updates.first, *next; u; u = next) {
+        next = u->next;
+        of_list_append(done, u);
+    }
+    held->updates = (of_list){0};
+}
+
+void of_queue_hold(of_plan *plan, const of_list *launched, of_list *done) {
+    of_queue *queue = queue_of(plan, &launched->first->in.stream);
+    const of_held last = queue->held[0];
+    let_go(plan, &queue->held[1], done);
+    queue->held[0] = (of_held){*launched, queue->held[1].event};
+    queue->held[1] = last;
+    if (!plan->host.gpu->record(plan->host.ctx, &queue->stream, &queue->held[0].event))
+        of_plan_fail(plan);
+}
+
+void of_queues_let_go(of_plan *plan, of_list *done) {
+    for (size_t i = 0; i < plan->n_queues; i++)
+        for (size_t k = 2; k > 0; k--)
+            let_go(plan, &plan->queues[i].held[k - 1], done);
+}
+
 /* A graph that waits for work outside of it ends its capture. of_access() refuses uses of such
  * memory inside the capture. */
 static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
@@ -162,10 +195,11 @@ void of_queues_fence(of_plan *plan) {
 }
 
 static void close_queue(of_plan *plan, of_queue *queue) {
-    void *const events[] = {queue->fence, queue->event};
+    void *const events[] = {queue->fence, queue->event, queue->held[0].event,
+                            queue->held[1].event};
     forget(queue, queue->count);
     free(queue->steps);
-    for (size_t i = 0; i < 2; i++)
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         if (events[i])
             plan->host.gpu->destroy(plan->host.ctx, events[i]);
 }

@@ -137,12 +137,22 @@ void unseal_scaled(void *, void *opaque) {
         unseal(refs->storages[0].get());
 }
 
+// The owner of the memory does not know of a launch that comes late.
+void record_gradient(const References &refs) {
+    const of_stream &stream = refs.on_gpu->stream;
+    if (refs.storages[0]) // else nobody has it any more
+        record_on_stream(refs.storages[0].get(), stream);
+    for (const at::Tensor &scalar : refs.on_gpu->scalars)
+        if (scalar.defined())
+            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), stream);
+}
+
 void settle_scaling(void *, void *opaque, bool was_deferred) {
     auto *refs = static_cast<References *>(opaque);
     if (was_deferred)
         unseal_scaled(nullptr, opaque);
     if (was_deferred && refs->on_gpu)
-        record_all(refs);
+        record_gradient(*refs);
 }
 
 using Kernels = std::array<of_scale_fn *, OF_DTYPE_COUNT>;

@@ -26,22 +26,21 @@
 
 namespace optfuse {
 
-// Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch
-// that comes late.
-void record_all(References *refs) {
-    for (size_t i = 0; i < refs->n; i++)
-        if (refs->storages[i]) // else a gradient that nobody has any more
-            record_on_stream(refs->storages[i].get(), refs->on_gpu->stream);
-    if (const Special *special = refs->special.get())
-        for (const at::Tensor *tensor : {&special->shared_grad, &special->copy})
-            if (tensor->defined())
-                record_on_stream(storage_of(tensor->unsafeGetTensorImpl()), refs->on_gpu->stream);
-    for (const at::Tensor &scalar : refs->on_gpu->scalars)
-        if (scalar.defined())
-            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), refs->on_gpu->stream);
-}
-
 namespace {
+
+// Tells the allocator that a stream uses the memory: the memory's owner does not know of a launch
+// that comes late. A gradient that dies behind the update is the stream's where it was ready, which
+// waits for the launch before the core lets go of it.
+void record_all(References *refs) {
+    const OnGpu &on = *refs->on_gpu;
+    const c10::StorageImpl *grad = refs->consumes ? storage_of(refs->grad) : nullptr;
+    for (size_t i = 0; i < refs->n; i++)
+        if (refs->storages[i].get() != grad)
+            record_on_stream(refs->storages[i].get(), on.stream);
+    for (const at::Tensor &scalar : on.scalars)
+        if (scalar.defined())
+            record_on_stream(storage_of(scalar.unsafeGetTensorImpl()), on.stream);
+}
 
 References *references_of(void *refs) {
     return static_cast<References *>(refs);
@@ -232,7 +231,7 @@ void settle(void *, void *opaque, bool was_deferred) {
         return;
     if (was_deferred)
         record_all(refs);
-    else // the gradient dies behind it, not with its owner
+    if (refs->consumes) // the gradient dies behind the update, not with its owner
         record_on_stream(storage_of(refs->grad), refs->on_gpu->ready);
     keep_counter(refs);
 }

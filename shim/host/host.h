@@ -19,8 +19,6 @@ void fill_reference(of_plan_options *options);
 
 // host.cpp
 void settle(void *ctx, void *references, bool was_deferred);
-// The tensors of an update or scaling on a GPU are used there later than their owners may think.
-void record_all(References *refs);
 
 // usual.cpp
 of_found collect(void *ctx, void *tensor, of_inputs *in);

@@ -84,12 +84,12 @@ void record_use(const void *memory, StreamNumber stream) {
         block->recorded.insert(stream);
 }
 
-size_t bytes_in_use(int device) {
+size_t bytes_of(int device, bool reserved) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
     size_t bytes = 0;
     for (const auto &[base, block] : w.blocks)
-        if (block->in_use && w.streams.at(block->owner).device == device)
+        if ((block->in_use || reserved) && w.streams.at(block->owner).device == device)
             bytes += block->size;
     return bytes;
 }

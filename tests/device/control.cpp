@@ -50,7 +50,7 @@ TORCH_LIBRARY(fakecuda, m) {
     m.def("set_capture", fake::set_capture_of);
     m.def("watcher", fake::watcher);
     m.def("visits", fake::visits);
-    m.def("bytes_in_use", [](int64_t device) {
-        return static_cast<int64_t>(fake::bytes_in_use(static_cast<int>(device)));
+    m.def("bytes_of", [](int64_t device, bool reserved) {
+        return static_cast<int64_t>(fake::bytes_of(static_cast<int>(device), reserved));
     });
 }

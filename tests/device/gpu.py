@@ -175,5 +175,14 @@ def kernels(work: Callable[[], object]) -> list[str]:
 
 def bytes_in_use(device: int = 0) -> int:
     return (
-        torch.cuda.memory_allocated(device) if IS_REAL else torch.ops.fakecuda.bytes_in_use(device)
+        torch.cuda.memory_allocated(device)
+        if IS_REAL
+        else torch.ops.fakecuda.bytes_of(device, False)
+    )
+
+
+def bytes_reserved(device: int = 0) -> int:
+    """What the allocator has taken from the device, in use or not."""
+    return (
+        torch.cuda.memory_reserved(device) if IS_REAL else torch.ops.fakecuda.bytes_of(device, True)
     )

@@ -78,7 +78,7 @@ bool is_done(StreamNumber stream);
 void *allocate(size_t bytes, StreamNumber stream);
 void release(void *memory) noexcept;
 void record_use(const void *memory, StreamNumber stream);
-size_t bytes_in_use(int device);
+size_t bytes_of(int device, bool reserved); // in use, or all that the allocator has taken
 int device_of_memory(const void *memory); // -1 if it is the host's
 
 // A graph is being captured on the stream; 0: no more. A stream that waits for it meanwhile is

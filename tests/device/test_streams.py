@@ -9,9 +9,20 @@ import threading
 import gpu
 import pytest
 import torch
-from common import adamw, assert_same, everything, sgd, snapshot
+from common import Fused, adamw, assert_same, everything, sgd, snapshot
 from gpu import NAME
-from legal import backward, in_order, kept, legal, loss_of, net, races_without, train, training
+from legal import (
+    backward,
+    in_order,
+    kept,
+    legal,
+    loss_of,
+    net,
+    play,
+    races_without,
+    train,
+    training,
+)
 
 import optfuse
 from optfuse._process import drain_all
@@ -33,6 +44,36 @@ def prepared(wrap, make=adamw, build=net):
 def use(model):
     with torch.no_grad():
         return loss_of(model, 7)
+
+
+WIDTH, LAYERS, BUCKET = 128, 24, 1 << 17  # two layers' gradients
+
+
+def many_launches_a_pass(wrap):
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers).to(NAME)
+    optimizer = wrap(adamw(model.parameters(), capturable=True))
+    x = torch.ones(8, WIDTH, device=NAME)
+    for _ in range(6):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield "bytes", torch.tensor(gpu.bytes_reserved())
+
+
+BESIDE = {"side_stream": True, "bucket_bytes": BUCKET}
+
+
+def test_a_side_stream_needs_no_more_memory_the_further_the_host_is_ahead():
+    """The host asks for nothing of the device's meanwhile."""
+    said, found = play(many_launches_a_pass, Fused("backward", **BESIDE))
+    assert not found
+    reserved = [number.item() for _, number in said]
+    assert reserved[-1] == reserved[1], [number - reserved[0] for number in reserved]
+
+
+def test_memory_is_given_away_too_early_without_our_wait(monkeypatch):
+    races_without("held", many_launches_a_pass, monkeypatch, "backward", **BESIDE)
 
 
 # The wait that a program makes is enough

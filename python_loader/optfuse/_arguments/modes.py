@@ -112,7 +112,8 @@ class Backward:
             pass is one backward() that reaches a parameter of this optimizer; step() and
             zero_grad() start over. The other way to say so is optfuse.accumulate().
         side_stream: run the updates of parameters on GPUs on a CUDA stream of their own beside
-            the rest of the backward pass, which waits for them at its end.
+            the rest of the backward pass, which waits for them at its end, and before for all but
+            the last two launches, so that three buckets of gradients (bucket_bytes) are alive.
         ddp: the DistributedDataParallel model that reduces the gradients. Each update runs as soon
             as the reduction of its bucket is done, while later ones still are on their way. DDP's
             buckets keep their memory, and the gradients need none beside them. Parameters that the
