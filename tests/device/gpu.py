@@ -182,7 +182,7 @@ def bytes_in_use(device: int = 0) -> int:
 
 
 def bytes_reserved(device: int = 0) -> int:
-    """What the allocator has taken from the device, in use or not."""
+    """Taken from the device by the allocator, in use or not."""
     return (
         torch.cuda.memory_reserved(device) if IS_REAL else torch.ops.fakecuda.bytes_of(device, True)
     )
