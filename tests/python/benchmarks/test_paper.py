@@ -40,6 +40,7 @@ def test_muon_is_compared_by_bits():
     assert form["equal_bits"] and form["by_stock"].low > 0
 
 
+@pytest.mark.full
 def test_the_simulation_counts_what_an_update_moves(tmp_path):
     import traffic
 
