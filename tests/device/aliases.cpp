@@ -56,6 +56,16 @@ bool is_mine(const at::Tensor &tensor) {
     return tensor.defined() && tensor.device().type() == kDevice;
 }
 
+at::Tensor borrowed(const at::Tensor &tensor) {
+    void *memory = const_cast<void *>(address(tensor.storage()));
+    c10::Storage same(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
+                      c10::DataPtr(memory, memory, &keep, tensor.device()), allocator(), true);
+    const at::Tensor made = over(std::move(same), c10::DispatchKey::PrivateUse1, tensor);
+    made._set_neg(tensor.is_neg());
+    made._set_conj(tensor.is_conj());
+    return made;
+}
+
 Range range_of(const at::Tensor &tensor, bool write) {
     if (tensor.numel() == 0)
         return {nullptr, 0, write};

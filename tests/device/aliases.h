@@ -47,6 +47,28 @@ class Aliases {
 
 bool is_mine(const at::Tensor &tensor);
 
+// A tensor over the same memory, which does not keep it.
+at::Tensor borrowed(const at::Tensor &tensor);
+
+// The value with each of its tensors exchanged.
+template <class F> c10::IValue mapped(const c10::IValue &value, F of) {
+    if (value.isTensor())
+        return of(value.toTensor());
+    if (value.isTensorList()) {
+        std::vector<at::Tensor> list = value.toTensorVector();
+        for (at::Tensor &tensor : list)
+            tensor = of(tensor);
+        return c10::List<at::Tensor>(list);
+    }
+    if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList())
+            list.push_back(tensor ? std::optional(of(*tensor)) : tensor);
+        return list;
+    }
+    return value;
+}
+
 // The CPU's operator on the same memory.
 void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // blocks.cpp: the device's memory.
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "world.h"
@@ -23,7 +24,7 @@ Block *block_at(World &w, const void *address) {
 // The free block that the stream used last and the host knows to be unused,
 // NULL if none.
 static Block *reuse(World &w, size_t size, StreamNumber stream) {
-    std::vector<Block *> &free = w.free[{stream, size}];
+    std::vector<Block *> &free = w.free[{stream, w.streams.at(stream).capture, size}];
     for (auto at = free.rbegin(); at != free.rend(); ++at)
         if (is_past((*at)->reusable, w.host())) {
             Block *block = *at;
@@ -41,6 +42,7 @@ static Block *fresh(World &w, size_t size, StreamNumber stream) {
     block->base = base;
     block->size = size;
     block->owner = stream;
+    block->graph = w.streams.at(stream).capture;
     return (w.blocks[base] = std::move(block)).get();
 }
 
@@ -72,8 +74,9 @@ void release(void *memory) noexcept {
     Clock clock = w.streams.at(block->owner).clock;
     join(&clock, w.host());
     join(&clock, block->reusable);
-    check_free(w, *block, clock);
-    w.free[{block->owner, block->size}].push_back(block);
+    if (block->graph < FIRST_RECORDED || w.streams.at(block->owner).capture == block->graph)
+        check_free(w, *block, clock); // else it is never used again
+    w.free[{block->owner, block->graph, block->size}].push_back(block);
 }
 
 void record_use(const void *memory, StreamNumber stream) {
@@ -92,6 +95,26 @@ size_t bytes_of(int device, bool reserved) {
         if ((block->in_use || reserved) && w.streams.at(block->owner).device == device)
             bytes += block->size;
     return bytes;
+}
+
+Contents contents() {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    Contents all;
+    for (const auto &[base, block] : w.blocks)
+        if (block->in_use)
+            all[block->base].assign(block->base, block->base + block->size);
+    return all;
+}
+
+void undo(const Contents &before, uint64_t graph) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    for (const auto &[base, bytes] : before)
+        std::memcpy(base, bytes.data(), bytes.size());
+    for (const auto &[base, block] : w.blocks)
+        if (block->graph == graph)
+            std::memset(block->base, 0xa5, block->size);
 }
 
 int device_of_memory(const void *memory) {

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "device.h"
+#include "graphs.h"
 #include "watch.h"
 
 namespace fake {
@@ -30,8 +31,9 @@ std::vector<int64_t> watcher() {
     fake_launched *const told = launched;
     fake_graph_of *const asked = graph_of;
     fake_device_now *const now = device_now;
+    fake_keep *const kept = keep_work;
     return {reinterpret_cast<int64_t>(told), reinterpret_cast<int64_t>(asked),
-            reinterpret_cast<int64_t>(now)};
+            reinterpret_cast<int64_t>(now), reinterpret_cast<int64_t>(kept)};
 }
 
 void set_capture_of(c10::Stream stream, int64_t id) {

@@ -47,7 +47,8 @@ void load_gpu(const char *device, const char *kernels) {
     const auto watcher = ask<std::vector<int64_t>>("fakecuda::watcher");
     watch(reinterpret_cast<fake_launched *>(watcher[0]),
           reinterpret_cast<fake_graph_of *>(watcher[1]),
-          reinterpret_cast<fake_device_now *>(watcher[2]));
+          reinterpret_cast<fake_device_now *>(watcher[2]),
+          reinterpret_cast<fake_keep *>(watcher[3]));
 }
 
 std::vector<Tensor> params_of(at::ScalarType dtype) {

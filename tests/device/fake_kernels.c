@@ -10,6 +10,7 @@
 #define VISIBLE __attribute__((visibility("default")))
 
 static fake_launched *watcher;
+static fake_keep *keeper;
 
 static void tell(const char *kernel, const void *table, void *stream) {
     launch_ranges *r = watcher ? malloc(sizeof *r) : NULL;
@@ -23,9 +24,19 @@ static void tell(const char *kernel, const void *table, void *stream) {
     free(r);
 }
 
+static void again(const void *work, void *stream) {
+    host_run((const host_work *)work, stream);
+}
+
+static bool keep(host_work *work, void *stream) {
+    return keeper && keeper(stream, work, again);
+}
+
 VISIBLE void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of,
-                                fake_device_now *device_now) {
+                                fake_device_now *device_now, fake_keep *keep_work) {
     watcher = launched;
+    keeper = keep_work;
+    host.keep = keep;
     host.launched = tell;
     host.graph_of = graph_of;
     host.device_now = device_now;

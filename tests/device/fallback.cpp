@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "aliases.h"
+#include "graphs.h"
 
 namespace fake {
 namespace {
@@ -23,37 +24,12 @@ Use use_of(const c10::Argument &argument) {
 }
 
 c10::IValue alias_value(Aliases *aliases, const c10::IValue &value, Use use) {
-    if (value.isTensor())
-        return aliases->of(value.toTensor(), use);
-    if (value.isTensorList()) {
-        std::vector<at::Tensor> list = value.toTensorVector();
-        for (at::Tensor &tensor : list)
-            tensor = aliases->of(tensor, use);
-        return c10::List<at::Tensor>(list);
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList())
-            list.push_back(tensor ? std::optional(aliases->of(*tensor, use)) : tensor);
-        return list;
-    }
     if (value.isDevice() && value.toDevice().type() == kDevice) {
         const c10::Device device = value.toDevice();
         aliases->device = device.has_index() ? device.index() : current_device();
         return c10::Device(c10::kCPU);
     }
-    return value;
-}
-
-c10::IValue result_value(Aliases *aliases, const c10::IValue &value) {
-    if (value.isTensor())
-        return aliases->back(value.toTensor());
-    if (!value.isTensorList())
-        return value;
-    std::vector<at::Tensor> list = value.toTensorVector();
-    for (at::Tensor &tensor : list)
-        tensor = aliases->back(tensor);
-    return c10::List<at::Tensor>(list);
+    return mapped(value, [&](const at::Tensor &tensor) { return aliases->of(tensor, use); });
 }
 
 // Numbers that the host gets, and shapes that depend on them, make it wait.
@@ -88,7 +64,7 @@ void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     aliases.settle();
     const size_t results = schema.returns().size();
     for (size_t i = stack->size() - results; i < stack->size(); i++)
-        (*stack)[i] = result_value(&aliases, (*stack)[i]);
+        (*stack)[i] = mapped((*stack)[i], [&](const at::Tensor &t) { return aliases.back(t); });
     aliases.report(schema.name());
     if (makes_host_wait(schema))
         synchronize(current_stream(aliases.device));
@@ -97,12 +73,12 @@ void fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
 } // namespace fake
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-    m.fallback(torch::CppFunction::makeFromBoxedFunction<&fake::fallback>());
+    m.fallback(fake::recorded(c10::KernelFunction::makeFromBoxedFunction<&fake::fallback>()));
 }
 
 // PyTorch composes these of others where the device has no kernel for them; the
 // CPU rounds differently, or warns.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     for (const char *name : {"native_layer_norm", "native_group_norm", "mse_loss"})
-        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fake::fallback>());
+        m.impl(name, fake::recorded(c10::KernelFunction::makeFromBoxedFunction<&fake::fallback>()));
 }

@@ -13,6 +13,7 @@
 #include <cmath>
 
 #include "aliases.h"
+#include "graphs.h"
 
 namespace fake {
 namespace {
@@ -177,7 +178,8 @@ using namespace fake;
         in_place("aten::" NAME "_", x, y, z, n, FORMULA);                                          \
     });
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+    RecordedLibrary m{library};
     UNARY("_foreach_neg", negate)
     UNARY("_foreach_abs", absolute)
     UNARY("_foreach_sqrt", root)

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "aliases.h"
+#include "graphs.h"
 #include "kernels.h"
 #include "powers.h"
 
@@ -226,7 +227,8 @@ void sgd_tensor(List params, List grads, List buffers, double decay, double mome
 } // namespace
 } // namespace fake
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+    fake::RecordedLibrary m{library};
     m.impl("_fused_adam_", fake::adam_scalar<false>);
     m.impl("_fused_adam_.tensor_lr", fake::adam_tensor<false>);
     m.impl("_fused_adamw_", fake::adam_scalar<true>);

@@ -18,6 +18,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,29 @@ def captured(stream: torch.Stream, graph: int = 7) -> Iterator[None]:
             yield
     finally:
         torch.ops.fakecuda.set_capture(stream, 0)
+
+
+#: torch.accelerator has graphs from torch 2.12 on, and only those does the played one replay.
+REPLAYS = IS_REAL or hasattr(torch.accelerator, "Graph")
+
+
+def graph_of(work: Callable[[], object]) -> Any:
+    """The work, captured on another stream: nothing runs before its replay()."""
+    if IS_REAL:
+        real = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(real):
+            work()
+        return real
+    graph, side = torch.accelerator.Graph(), stream()
+    side.wait_stream(current())
+    with side:
+        graph.capture_begin()  # what `with graph` does besides needs an allocator of PyTorch's kind
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    current().wait_stream(side)
+    return graph
 
 
 def launches(work: Callable[[], object]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,17 @@ int device_of_memory(const void *memory); // -1 if it is the host's
 // fails then (cudaErrorStreamCaptureUnjoined).
 void set_capture(StreamNumber stream, uint64_t id);
 uint64_t capture_of(StreamNumber stream);
+
+// A graph of such a number is recorded (graphs.h): while it is captured, the host can't wait for
+// its streams. Memory that is allocated on a captured stream is the graph's for ever.
+enum : uint64_t { FIRST_RECORDED = 1000 };
+// The content of the memory in use; undo() puts it back, and destroys what the graph allocated.
+using Contents = std::map<char *, std::vector<char>>;
+Contents contents();
+void undo(const Contents &before, uint64_t graph);
+// The graph's memory may be used, though its tensors are gone.
+void set_replaying(bool replaying);
+uint64_t launches_of_thread(); // ever
 
 // Whether accesses are watched; they are at first. What was seen is forgotten
 // by clear(); so are accesses to memory until then.

@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "aliases.h"
+#include "graphs.h"
 
 namespace fake {
 namespace {
@@ -136,14 +137,15 @@ convolution_backward(const at::Tensor &grad, const at::Tensor &input, const at::
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("empty.memory_format", fake::empty);
     m.impl("empty_strided", fake::empty_strided);
-    m.impl("_copy_from", fake::copy_from);
-    m.impl("_copy_from_and_resize", fake::copy_from_and_resize);
     m.impl("_local_scalar_dense", fake::local_scalar);
     m.impl("record_stream", fake::record_stream);
     m.impl("set_.source_Storage", fake::set_whole_storage);
     m.impl("set_.source_Storage_storage_offset", fake::set_storage);
-    m.impl("convolution_overrideable", fake::convolution);
-    m.impl("convolution_backward_overrideable", fake::convolution_backward);
+    fake::RecordedLibrary work{m};
+    work.impl("_copy_from", fake::copy_from);
+    work.impl("_copy_from_and_resize", fake::copy_from_and_resize);
+    work.impl("convolution_overrideable", fake::convolution);
+    work.impl("convolution_backward_overrideable", fake::convolution_backward);
 }
 
 // Lazily negated and conjugated tensors are copied as they are, by the CPU's

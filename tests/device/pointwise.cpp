@@ -13,6 +13,7 @@
 #include <cmath>
 
 #include "aliases.h"
+#include "graphs.h"
 
 namespace fake {
 namespace {
@@ -205,7 +206,7 @@ template <class Formula> void boxed(const c10::OperatorHandle &op, torch::jit::S
 std::atomic<bool> as_cuda{false};
 
 template <class Formula> void put(torch::Library &m, const char *name) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&boxed<Formula>>());
+    m.impl(name, recorded(c10::KernelFunction::makeFromBoxedFunction<&boxed<Formula>>()));
 }
 
 } // namespace

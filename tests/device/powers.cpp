@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "aliases.h"
+#include "graphs.h"
 
 namespace fake {
 
@@ -83,5 +84,7 @@ at::Tensor power_of_tensor(const at::Tensor &x, const at::Scalar &exponent) {
 } // namespace
 } // namespace fake
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("pow.Tensor_Scalar", fake::power_of_tensor); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+    fake::RecordedLibrary{library}.impl("pow.Tensor_Scalar", fake::power_of_tensor);
+}
 TORCH_LIBRARY_FRAGMENT(fakecuda, m) { m.def("set_powers", fake::set_powers); }

@@ -7,6 +7,8 @@
 namespace fake {
 namespace {
 
+thread_local uint64_t launched_here = 0;
+
 const char *verb(bool write) {
     return write ? " writes" : " reads";
 }
@@ -54,7 +56,7 @@ void touch(World &w, StreamNumber stream, uint64_t time, const std::string &name
     const size_t begin =
         static_cast<size_t>(static_cast<const char *>(range.address) - block->base);
     const Access now = {stream, time, begin, begin + range.bytes, range.write, name};
-    if (!block->in_use)
+    if (!block->in_use && !(w.replaying && block->graph != 0))
         add(w, name + verb(range.write) +
                    " memory that is free: " + where(*block, now.begin, now.end));
     if (now.end > block->size)
@@ -84,11 +86,22 @@ void launch(StreamNumber stream, const std::string &name, const std::vector<Rang
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
     const uint64_t time = tick(w, stream);
+    launched_here++;
     w.streams[stream].worked = time;
     for (const Range &range : ranges)
         touch(w, stream, time, name, range);
     if (w.logging)
         w.launches.push_back(name + " on " + name_of(stream));
+}
+
+uint64_t launches_of_thread() {
+    return launched_here;
+}
+
+void set_replaying(bool replaying) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    w.replaying = replaying;
 }
 
 void report(const std::string &defect) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // streams.cpp: what comes before what.
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "world.h"
@@ -111,15 +112,22 @@ void wait_for(StreamNumber stream, StreamNumber other) {
     wait(stream, event);
 }
 
+static void refuse_captured(uint64_t capture) {
+    if (capture >= FIRST_RECORDED)
+        throw std::runtime_error("operation not permitted when stream is capturing");
+}
+
 void synchronize(const Event &event) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
+    refuse_captured(event.capture);
     join(&w.host(), event.clock);
 }
 
 void synchronize(StreamNumber stream) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
+    refuse_captured(w.streams.at(stream).capture);
     join(&w.host(), w.streams.at(stream).clock);
 }
 
@@ -134,6 +142,7 @@ void synchronize_device(int device) {
 bool is_done(const Event &event) {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
+    refuse_captured(event.capture);
     return is_past(event.clock, w.host());
 }
 

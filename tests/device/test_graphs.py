@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """CUDA graphs record and replay raw memory: what is pending is launched before
-a capture and before a replay, and an update made in a capture is in the graph. On a real GPU: the
-one that the CPU plays replays nothing (test_captures.py)."""
+a capture and before a replay, and an update made in a capture is in the graph."""
 
 import copy
 import functools
@@ -20,8 +19,9 @@ from torch import nn
 
 import optfuse
 
-pytestmark = pytest.mark.skipif(not gpu.IS_REAL, reason="the GPU that the CPU plays replays none")
-STEPS = 5
+needs_replays = pytest.mark.skipif(not gpu.REPLAYS, reason="no graph of this torch can be played")
+only_real = pytest.mark.skipif(not gpu.IS_REAL, reason="it is a function of CUDA's graphs only")
+STEPS, MANY = 5, 100
 LIMIT = 0.05  # of the gradients' norm, where they are clipped
 capturable = functools.partial(adamw, capturable=True)
 both_modes = pytest.mark.parametrize("mode", ["forward", "backward"])
@@ -29,12 +29,14 @@ both_modes = pytest.mark.parametrize("mode", ["forward", "backward"])
 
 class Iteration:
     """One whole training iteration over inputs that stay where they are. limit: of the gradients'
-    norm."""
+    norm. keep: .grad is not None after it."""
 
-    def __init__(self, wrap, make=capturable, limit=None, build=net):
-        self.model, self.limit, self.loss = build(), limit, None
+    def __init__(self, wrap, make=capturable, limit=None, build=net, scaler=False, keep=True):
+        self.model, self.limit, self.loss, self.keep = build(), limit, None, keep
         self.optimizer = wrap(make(self.model.parameters()))
         self.x, self.y = (t.to(NAME) for t in batch(0))
+        self.scaler = torch.amp.GradScaler(NAME, 2.0**10, growth_interval=3, enabled=scaler)
+        self.scaler.scale(self.x)  # makes its tensors, on this stream
 
     def load(self, i):
         for place, t in zip((self.x, self.y), batch(i), strict=True):
@@ -43,35 +45,37 @@ class Iteration:
     def run(self, step=True):
         self.optimizer.zero_grad()
         self.loss = nn.functional.mse_loss(self.model(self.x), self.y)
-        self.loss.backward()
+        self.scaler.scale(self.loss).backward()
         if step:
             self.step()
+        if not self.keep:
+            self.optimizer.zero_grad()
 
     def step(self):
         if self.limit is not None:
+            self.scaler.unscale_(self.optimizer)
             optfuse.clip_grad_norm_(self.optimizer, self.limit)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     def warm_up(self, step=True):
         """As PyTorch's documentation asks: on a side stream, before a capture."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side = gpu.stream()
+        side.wait_stream(gpu.current())
+        with side:
             for i in range(3):
                 self.load(i)
                 self.run(step)
-        torch.cuda.current_stream().wait_stream(side)
+        gpu.current().wait_stream(side)
 
     def capture(self, step=True):
-        graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad()
-        with torch.cuda.graph(graph):
-            self.run(step)
-        return graph
+        return gpu.graph_of(lambda: self.run(step))
 
 
-def whole(side_stream=False, in_turn=False, **how):
-    """Everything is in the graph, the clipping to a limit of the norm, too."""
+def whole(side_stream=False, in_turn=False, replays=STEPS, **how):
+    """Everything is in the graph, the clipping to a limit of the norm, too. What is a tensor may
+    change between replays: the inputs, a rate. GradScaler's scale changes in them."""
 
     def script(wrap):
         one = Iteration(wrap, **how)
@@ -79,29 +83,46 @@ def whole(side_stream=False, in_turn=False, **how):
             optfuse.reorder(one.model, side_stream=True)
         one.warm_up()
         graph = one.capture()
-        for i in range(STEPS):
+        rate = one.optimizer.param_groups[0]["lr"]
+        for i in range(replays):
             one.load(10 + i)
+            if one.scaler.is_enabled() and i % 7 == 2:
+                one.x.fill_(float("inf"))
+            if isinstance(rate, torch.Tensor):
+                rate.mul_(0.9)
             if in_turn and i % 2 == 0:
                 train(one.model, one.optimizer, 20 + i)
             else:
                 graph.replay()
             yield "loss", one.loss
+            if one.keep and one.limit is not None and i % 10 == 4:
+                yield "gradients", [p.grad for p in one.model.parameters()]
         yield from everything(one.model, one.optimizer)
+        yield "scale", one.scaler.get_scale()
+        one.load(0)
         one.run()  # outside again
         yield from everything(one.model, one.optimizer)
 
     return script
 
 
-WHOLE = {"all": {}, "weight gradients on a side stream": {"side_stream": True}}
+def by_tensor(parameters):
+    return capturable(parameters, lr=torch.tensor(1e-2, device=NAME))
+
+
+WHOLE = {"all": {"replays": MANY}, "weight gradients on a side stream": {"side_stream": True}}
 WHOLE |= {"in turn with iterations outside": {"in_turn": True}}
+WHOLE |= {"rate": {"make": by_tensor, "replays": MANY}, "released": {"keep": False}}
 #: In forward mode only. Nothing is recorded in a capture: its operators run at once.
 FORWARD = {name: {"make": KINDS[name]} for name in ("Elementwise", "Capturable", "CapturableLists")}
-FORWARD |= {"clipping": {"limit": LIMIT}}
+CLIPPED = {"limit": LIMIT, "replays": MANY, "make": by_tensor}
+FORWARD |= {"clipping": CLIPPED, "clipping and released": {**CLIPPED, "keep": False}}
+FORWARD |= {"scaler": {"scaler": True}, "clipping and scaler": {"scaler": True, **CLIPPED}}
 CASES = [(name, mode) for name in WHOLE for mode in ("forward", "backward")]
 CASES += [(name, "forward") for name in FORWARD]
 
 
+@needs_replays
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_whole_iterations_in_a_graph(name, mode):
     legal(whole(**(WHOLE | FORWARD)[name]), mode, prove=False)
@@ -117,6 +138,7 @@ test_graphs.first_capture({mode!r})
 """
 
 
+@needs_replays
 @both_modes
 def test_the_first_step_of_the_process_in_a_capture(mode):
     """Kernels that were never launched before are loaded by fuse(), not in the capture."""
@@ -151,6 +173,7 @@ def first_capture(mode):
     compare(ours, play(script, Stock())[0])
 
 
+@needs_replays
 @pytest.mark.parametrize("limit", [None, LIMIT])
 @in_order("forward")
 def test_forward_and_backward_in_a_graph(wrap, limit):
@@ -168,6 +191,7 @@ def test_forward_and_backward_in_a_graph(wrap, limit):
     yield from everything(one.model, one.optimizer)
 
 
+@needs_replays
 @in_order("forward", "backward", prove=False)
 def test_a_capture_right_behind_a_step(wrap):
     """The graph that reads the weights is captured right after a step."""
@@ -176,11 +200,11 @@ def test_a_capture_right_behind_a_step(wrap):
     for i in range(STEPS):
         one.load(10 + i)
         one.run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.no_grad():
-            out = one.model(one.x)
+        seen = []
+        with torch.no_grad():
+            graph = gpu.graph_of(lambda: seen.append(one.model(one.x)))  # noqa: B023
         graph.replay()
-        yield "output", out
+        yield "output", seen[0]
     yield from everything(one.model, one.optimizer)
 
 
@@ -193,6 +217,7 @@ def iterated(model, optimizer, i):
     yield "loss", loss
 
 
+@only_real
 @pytest.mark.parametrize("fuse_first", [True, False])
 @in_order("forward", "backward", prove=False)
 def test_a_graphed_callable(wrap, fuse_first):
@@ -206,6 +231,7 @@ def test_a_graphed_callable(wrap, fuse_first):
     yield from everything(model, optimizer)
 
 
+@only_real
 @both_modes
 def test_what_can_not_be_captured_is_refused_at_capture(mode):
     """As in stock, an optimizer whose step count is on the host."""
@@ -218,6 +244,7 @@ def test_what_can_not_be_captured_is_refused_at_capture(mode):
         optfuse.flush()
 
 
+@only_real
 @pytest.mark.parametrize(
     "how", [{"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}], ids=str
 )

@@ -5,6 +5,7 @@
 #ifndef OPTFUSE_TEST_WATCH_H
 #define OPTFUSE_TEST_WATCH_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -23,9 +24,15 @@ typedef uint64_t fake_graph_of(void *stream);
 /* The device whose context is current. */
 typedef int fake_device_now(void);
 
+/* Makes a launch anew, on this stream. */
+typedef void fake_again(const void *work, void *stream);
+
+/* Whether the launch that was made on the stream is to be kept, because a graph records it. */
+typedef bool fake_keep(void *stream, const void *work, fake_again *again);
+
 /* The library with the kernels: whom to tell, NULL: nobody, and whom to ask. */
 void fake_optfuse_watch(fake_launched *launched, fake_graph_of *graph_of,
-                        fake_device_now *device_now);
+                        fake_device_now *device_now, fake_keep *keep);
 
 #ifdef __cplusplus
 }

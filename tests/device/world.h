@@ -2,10 +2,10 @@
 // world.h: the state of the machine, for the files that implement it.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <tuple>
 
 #include "machine.h"
 
@@ -26,6 +26,7 @@ struct Block {
     char *base;
     size_t size;
     StreamNumber owner;
+    uint64_t graph = 0; // whose pool it is in
     bool in_use = true;
     std::set<StreamNumber> recorded;
     Clock reusable; // in the past of the host: it may be allocated again
@@ -45,9 +46,10 @@ struct World {
     std::vector<StreamNumber> pools[DEVICES];
     size_t given = 0;                                                     // streams of full pools
     std::map<const char *, std::unique_ptr<Block>> blocks;                // by base
-    std::map<std::pair<StreamNumber, size_t>, std::vector<Block *>> free; // by owner and size
+    // By the owner, its graph, and size.
+    std::map<std::tuple<StreamNumber, uint64_t, size_t>, std::vector<Block *>> free;
     std::vector<std::string> races, launches;
-    bool watching = true, logging = false;
+    bool watching = true, logging = false, replaying = false;
 
     World();
     Clock &host() { return streams[0].clock; }

@@ -215,6 +215,36 @@ static void run_block(const kernel_row *row, const void *table, unsigned block, 
     }
 }
 
+/* The arguments and no byte more, so that a sanitizer sees what lies beyond. So it is with shared
+ * memory. */
+struct host_work {
+    const kernel_row *row;
+    unsigned blocks, threads, shared_bytes;
+    void *table;
+};
+
+static void *allocated(size_t bytes) {
+    void *memory = malloc(bytes);
+    if (!memory) {
+        perror("launch");
+        exit(2);
+    }
+    return memory;
+}
+
+void host_run(const host_work *work, void *stream) {
+    const kernel_row *row = work->row;
+    host_shared_bytes = work->shared_bytes;
+    host_shared = allocated(work->shared_bytes ? work->shared_bytes : 1);
+    if (host.launching)
+        host.launching(row->name, work->table, row->bytes);
+    for (unsigned block = 0; block < work->blocks; block++)
+        run_block(row, work->table, in_order(block, work->blocks), work->threads);
+    if (host.launched)
+        host.launched(row->name, work->table, stream);
+    free(host_shared);
+}
+
 static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigned z,
                             unsigned threads, unsigned threads_y, unsigned threads_z,
                             unsigned shared_bytes, CUstream stream, void **parameters,
@@ -228,25 +258,15 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
         return CUDA_ERROR_LAUNCH_FAILED;
     host.blocks = x;
     host.bytes = row->bytes;
-    host_shared_bytes = shared_bytes;
     host.stream = stream;
-    /* The arguments and no byte more, so that a sanitizer sees what lies beyond. So it is with
-     * shared memory. */
-    void *table = malloc(row->bytes);
-    host_shared = malloc(shared_bytes ? shared_bytes : 1);
-    if (!table || !host_shared) {
-        perror("launch");
-        exit(2);
-    }
-    memcpy(table, parameters[0], row->bytes);
-    if (host.launching)
-        host.launching(row->name, table, row->bytes);
-    for (unsigned block = 0; block < x; block++)
-        run_block(row, table, in_order(block, x), threads);
-    if (host.launched)
-        host.launched(row->name, table, stream);
-    free(table);
-    free(host_shared);
+    host_work *work = allocated(sizeof *work);
+    *work = (host_work){row, x, threads, shared_bytes, allocated(row->bytes)};
+    memcpy(work->table, parameters[0], row->bytes);
+    host_run(work, stream);
+    if (host.keep && host.keep(work, stream))
+        return CUDA_SUCCESS;
+    free(work->table);
+    free(work);
     return CUDA_SUCCESS;
 }
 

@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+typedef struct host_work host_work; /* a launch with its arguments */
+
 typedef struct host_driver {
     int version; /* what it says it supports, 13000 for CUDA 13.0 */
     int major;   /* the chip's compute capability */
@@ -24,6 +26,8 @@ typedef struct host_driver {
     void (*launching)(const char *kernel, const void *table, size_t bytes);
     void (*launched)(const char *kernel, const void *table, void *stream);
     void (*met)(unsigned threads, bool last);
+    /* optional: after each launch; true: it may be made anew, by host_run(), and stays for ever */
+    bool (*keep)(struct host_work *work, void *stream);
     unsigned order;  /* of blocks and threads: 0 forward, 1 reverse, 2 to 4 permuted */
     int fail_launch; /* the number of the launch that fails, from 1; 0: none */
     size_t launches;
@@ -45,5 +49,7 @@ enum { HOST_ORDERS = 5 };
 extern _Thread_local bool host_context; /* whether one is current; at first none is */
 #endif
 extern host_driver host;
+
+void host_run(const host_work *work, void *stream);
 
 #endif
