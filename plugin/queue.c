@@ -136,11 +136,11 @@ static bool is_out_of_reach(const of_stream *home, const of_stream *user) {
     return user->capture != 0 && user->capture != home->capture && OF_GUARD(capture);
 }
 
-/* Launched, and not known to be done. Counters that a capture counts are its graph's, and behind
- * the capture nobody waits for them. */
+/* Launched, and not known to be done. What a capture launches is its graph's, and behind the
+ * capture nobody waits for it. */
 static bool has_work(const of_queue *queue, uint64_t capture) {
     const uint64_t home = queue->stream.capture;
-    return queue->count > 0 || (queue->counted && (home == 0 || home == capture));
+    return (queue->count > 0 || queue->counted) && (home == 0 || home == capture);
 }
 
 bool of_queues_join(of_plan *plan) {
@@ -177,9 +177,22 @@ static void fence(of_plan *plan, of_queue *queue) {
         queue->fenced = queue->count;
 }
 
+/* Inside of the capture nothing is forgotten: CUDA can't query events that were recorded there. */
+static void leave_capture(of_plan *plan, of_queue *queue) {
+    const of_stream *home = &queue->stream;
+    if (plan->host.gpu->current(plan->host.ctx, home->device).capture == home->capture)
+        return;
+    forget(queue, queue->count);
+    queue->fenced = 0;
+}
+
 void of_queues_reap(of_plan *plan) {
     for (size_t i = 0; i < plan->n_queues; i++) {
         of_queue *queue = &plan->queues[i];
+        if (queue->stream.capture != 0) {
+            leave_capture(plan, queue);
+            continue;
+        }
         if (queue->fenced && plan->host.gpu->is_done(plan->host.ctx, queue->fence)) {
             forget(queue, queue->fenced);
             queue->fenced = 0;

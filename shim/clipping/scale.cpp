@@ -46,12 +46,12 @@ namespace {
 std::atomic<int64_t> waits_from{16384};
 
 // Gradients whose memory others see, or that copy on write, are left to PyTorch's operator, which
-// takes many at once; so is every gradient while a CUDA graph is captured.
+// takes many at once. In a capture the wait ends with it at the latest: what is pending then is
+// launched into the graph.
 bool can_wait_on_gpu(const Slot *slot, const c10::TensorImpl *g, of_dtype dtype) {
     Plan *plan = slot->plan;
     return is_gpu(g->device()) && plan->mode == OF_FORWARD &&
            plan->scalars->has_factor(g->dtype().toScalarType()) && is_private(storage_of(g), 0) &&
-           current_stream(g->device().index()).capture == 0 &&
            prepare_scaling(plan, g->device(), dtype);
 }
 

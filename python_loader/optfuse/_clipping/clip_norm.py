@@ -139,7 +139,7 @@ def clip_grad_norm_(
         their first use if that comes earlier; smaller ones at once, and all
         others by torch's own function. On a GPU
         that is so for optimizers with a CUDA kernel, and nothing waits for the
-        norm; while a CUDA graph is captured all are multiplied at once.
+        norm; a CUDA graph multiplies at its end those that are still there.
     max_norm, norm_type, error_if_nonfinite, foreach: as torch's.
 
     Returns the total norm, a 0-dim tensor of the dtype that torch gives it. The
