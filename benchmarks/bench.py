@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import any_optimizer
+import captured
 import compare
 import convergence
 import delay
@@ -51,6 +52,7 @@ import optfuse
 SECTIONS = {
     "cells": compare.cells,
     "grid": compare.grid,
+    "captured": captured.section,
     "small": small.section,
     "kernels": kernels.section,
     "memory": memory.section,
@@ -97,6 +99,7 @@ OF_ANY_OPTIMIZER = (
 HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
+  captured whole iterations in CUDA graphs, buckets of backward, memory of side streams; --more
   small    nets of microseconds: plain, with clipping, with an average; 1 and 2 threads
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
@@ -175,6 +178,7 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, help="of each cell or case, at most")
     add("--budget", type=float, default=math.inf, help="seconds; then no other cell begins")
     compiled = "what torch.compile makes, too; default: unless --quick or --smoke"
+    add("--more", action="store_true", help="captured: other models and other trainings")
     add("--compiled", action=argparse.BooleanOptionalAction, help=compiled)
     add("--threads", type=int, help="of PyTorch; default: as it chooses")
     add("--packages", type=Path, default="", help="where DeepSpeed, JAX or the survey's are")

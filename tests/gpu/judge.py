@@ -73,6 +73,30 @@ def judge_bandwidth(ran: list[Ran]) -> Verdict:
     return Verdict(MISSED, "\n".join([said, *slow])) if slow else Verdict(OK, said)
 
 
+def judge_captured(ran: list[Ran], out: Path) -> Verdict:
+    """Fails if ours trained to other bits than fused=True; misses if it is slower in some cell."""
+    by_status = judge_by_status(ran)
+    if by_status.word != OK:
+        return Verdict(by_status.word, by_status.why)
+    wrong, slower, ours = [], [], 0
+    for path in sorted(out.glob("captured*.json")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for line in cell["lines"]:
+                if not line["name"].endswith(("fusion", "MiB")):
+                    continue
+                said = f"{path.stem}, {cell['cell']}: {line['name']}"
+                ours += 1
+                if not line["equal_bits"]:
+                    wrong.append(f"{said} has other bits than fused=True")
+                if line["against_fused"]["high"] < 1:
+                    slower.append(f"{said} {line['against_fused']['median']:.3f}")
+    if wrong or not ours:
+        return Verdict(FAILED, "\n".join(wrong) or "none of ours was measured")
+    if slower:
+        return Verdict(MISSED, "\n".join(["slower than fused=True:", *slower]))
+    return Verdict(OK, f"{ours} times ours, never slower than fused=True")
+
+
 def judge_benchmark(ran: list[Ran], out: Path) -> Verdict:
     """Fails if ours did not run or trained to other bits; misses if it is
     slower than fused=True in some cell."""
@@ -80,8 +104,8 @@ def judge_benchmark(ran: list[Ran], out: Path) -> Verdict:
     if by_status.word != OK:
         return Verdict(by_status.word, by_status.why)
     wrong, slower, cells = [], [], 0
-    for path in sorted(out.glob("*.json")):
-        for cell in json.loads(path.read_text(encoding="utf-8")).get("cells", ()):
+    for path in sorted(out.glob("cells*.json")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             name = f"{path.stem}, {cell['model']}, batch {cell['batch']}"
             lines = {line["name"]: line for line in cell["lines"]}
             cells += 1

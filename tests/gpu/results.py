@@ -12,7 +12,7 @@ from pathlib import Path
 from part import FAILED, Part, Ran, Verdict
 
 LARGEST = 15 << 20  # bytes of one file
-MOST_FILES = 12
+MOST_FILES = 8
 OURS = ("summary.txt", "results.json", "build.log", "checks.log", "measurements.log")
 OURS += ("benchmark/*.json", "now-*.log")  # the last: of a run that was ended
 
@@ -23,6 +23,7 @@ class Row:
     verdict: str
     why: str
     seconds: float
+    share: float  # seconds that it could have taken
 
 
 class Results:
@@ -55,8 +56,8 @@ class Results:
         with path.open("ab") as file:
             file.write(data[: max(0, room)])
 
-    def add(self, part: Part, verdict: Verdict, seconds: float) -> Row:
-        row = Row(part.name, verdict.word, verdict.why, seconds)
+    def add(self, part: Part, verdict: Verdict, seconds: float, share: float) -> Row:
+        row = Row(part.name, verdict.word, verdict.why, seconds, share)
         self.rows.append(row)
         self.write()
         return row
@@ -68,8 +69,9 @@ class Results:
     def text(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.machine.items()] + [""]
         for row in self.rows:
-            lines.append(f"{row.verdict:<8} {row.seconds:6.1f} s  {row.part}")
-            lines += [f"{'':19}{line}" for line in row.why.splitlines()]
+            share = f"of {row.share:4.0f} s"
+            lines.append(f"{row.verdict:<8} {row.seconds:6.1f} {share}  {row.part}")
+            lines += [f"{'':27}{line}" for line in row.why.splitlines()]
         end = "SOME PARTS FAILED" if self.failed else "no part failed"
         return "\n".join([*lines, "", f"{end}, {time.monotonic() - self.began:.0f} s"]) + "\n"
 

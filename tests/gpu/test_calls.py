@@ -13,9 +13,9 @@ from pathlib import Path
 
 from machine import Machine
 from part import Command, Part, run_commands
-from plan import CALLS, Plan
+from plan import CALLS, Plan, sequence
 from plan import parts as parts_of
-from results import Results
+from results import MOST_FILES, Results
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,15 +34,32 @@ def plan_of(tmp_path: Path, device: str = "cuda") -> Plan:
 
 def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
     names = {call: [p.name for p in parts_of(plan_of(tmp_path / call), call)] for call in CALLS}
-    quick = ["kernels against plain C", "bits of stock", "kernel bandwidth"]
-    full = ["recorded steps", "bits of stock", "transparency", "negative controls"]
-    deep = ["compute-sanitizer on the kernels", "times of recorded classes"]
-    deep += ["K-FAC and another order of backward", "tests of promises"]
+    first = ["kernels against plain C", "what failed before", "iterations in graphs"]
+    second = ["more iterations in graphs", "bits of stock", "transparency", "negative controls"]
+    third = ["benchmark against stock", "kernel bandwidth", "times of recorded classes"]
+    third += ["the fused back pass", "compute-sanitizer on the kernels"]
+    third += ["K-FAC and another order of backward", "tests of promises"]
     assert names == {
-        "quick": ["build", *quick, "benchmark against stock"],
-        "full": ["build", *full, "random programs"],
-        "deep": ["build", *deep, "the fused back pass", "kernels compiled by the driver"],
+        "1": ["build", *first],
+        "2": ["build", *second, "random programs"],
+        "3": ["build", *third, "kernels compiled by the driver"],
     }
+
+
+def test_the_shares_of_a_call_are_no_more_than_its_seconds() -> None:
+    shares = {call: sum(keep for _, keep in sequence(call)) for call in CALLS}
+    assert all(share <= 540 for share in shares.values()), shares
+    assert shares["1"] <= 540 - 230, "the first call may have to build"
+
+
+def test_a_call_leaves_no_more_files_than_come_back(tmp_path: Path) -> None:
+    for call in (*CALLS, None):
+        found = list(parts_of(plan_of(tmp_path / str(call)), call))
+        commands = [one.arguments for part in found for one in part.commands]
+        sections = [word for one in commands for word in one if word == "--section"]
+        logs = {part.log for part in found}
+        files = 2 + len(logs) + len(sections)  # a section writes one for each command
+        assert len(sections) >= 1 and files <= MOST_FILES, (call, logs, sections)
 
 
 def test_every_file_of_tests_is_there(tmp_path: Path) -> None:
@@ -58,26 +75,17 @@ def test_every_file_of_tests_is_there(tmp_path: Path) -> None:
 
 def test_the_benchmark_keeps_its_time_whatever_the_parts_before_it_take(tmp_path: Path) -> None:
     plan, left = plan_of(tmp_path), 540.0
-    for part in parts_of(plan, "quick"):
+    for part in parts_of(plan, "1"):
         given = min(part.limit, left - part.after)
-        if part.name == "benchmark against stock":
-            assert given >= 150
+        if part.name == "iterations in graphs":
+            assert given >= 230
             return
         left -= given
     raise AssertionError("no benchmark")
 
 
-def test_only_the_quick_call_leaves_out_what_is_slow(tmp_path: Path) -> None:
-    def is_quick(call: str) -> bool:
-        found = parts_of(plan_of(tmp_path / call), call)
-        bits = next(part for part in found if part.name.startswith("bits"))
-        return all("float32" in one.arguments for one in bits.commands)
-
-    assert is_quick("quick") and not is_quick("full")
-
-
 def test_a_strange_compiler_builds_what_is_needed_and_no_more(tmp_path: Path) -> None:
-    setup, compile = next(parts_of(plan_of(tmp_path), "quick")).commands
+    setup, compile = next(parts_of(plan_of(tmp_path), "1")).commands
     assert "-Dwerror=false" in setup.arguments
     assert compile.arguments[-1] == "gpu-run"
 

@@ -103,10 +103,28 @@ def test_a_cell_slower_than_fused_is_missed(tmp_path: Path, high: float, word: s
     speed = {"median": 0.98, "low": 0.97, "high": high}
     lines = [{"name": name, "against_fused": speed} for name in judge.OURS]
     cells = [{"model": "m", "batch": 1, "lines": lines}]
-    (tmp_path / "a.json").write_text(json.dumps({"cells": cells}))
+    file = tmp_path / "cells-a.json"
+    file.write_text(json.dumps({"cells": cells}))
     assert judge.judge_benchmark([ran("x")], tmp_path).word == word
-    (tmp_path / "a.json").write_text(json.dumps({"cells": [{**cells[0], "lines": lines[:1]}]}))
+    file.write_text(json.dumps({"cells": [{**cells[0], "lines": lines[:1]}]}))
     assert judge.judge_benchmark([ran("x")], tmp_path).word == FAILED
+
+
+@pytest.mark.parametrize(
+    ("high", "equal", "word"), ((1.01, True, "ok"), (0.99, True, "MISSED"), (1.01, False, FAILED))
+)
+def test_a_captured_cell_has_the_bits_and_is_not_slower(
+    tmp_path: Path, high: float, equal: bool, word: str
+) -> None:
+    speed = {"median": 0.98, "low": 0.97, "high": high}
+    lines = [{"name": "side-stream fusion", "against_fused": speed, "equal_bits": equal}]
+    for name in ("for-loop", "foreach=True"):  # stock's own have other bits
+        lines.append({"name": name, "against_fused": speed, "equal_bits": False})
+    cells = [{"cell": "m, batch 1, captured", "lines": lines}]
+    (tmp_path / "captured-a.json").write_text(json.dumps({"cells": cells}))
+    assert judge.judge_captured([ran("x")], tmp_path).word == word
+    (tmp_path / "captured-a.json").write_text(json.dumps({"cells": []}))
+    assert judge.judge_captured([ran("x")], tmp_path).word == FAILED
 
 
 def test_a_failed_test_is_named() -> None:
@@ -124,10 +142,11 @@ def test_logs_are_cut_and_the_summary_is_there_from_the_first_part(tmp_path: Pat
     part = Part("build", [], 1, "build.log")
     for _ in range(3):
         results.log("build.log", part.name, [ran("x" * (LARGEST // 2), 1)])
-    results.add(part, Verdict(FAILED, "no compiler"), 1.0)
+    results.add(part, Verdict(FAILED, "no compiler"), 1.0, 240.0)
     results.check_limits()
     assert (tmp_path / "out" / "build.log").stat().st_size <= LARGEST
-    assert "no compiler" in (tmp_path / "out" / "summary.txt").read_text()
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert "no compiler" in summary and "1.0 of  240 s" in summary
     assert (
         json.loads((tmp_path / "out" / "results.json").read_text())["parts"][0]["verdict"] == FAILED
     )
