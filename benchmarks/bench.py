@@ -22,6 +22,7 @@ import compare
 import convergence
 import delay
 import distributed
+import forecast
 import kernels
 import kfac
 import launch
@@ -53,6 +54,7 @@ SECTIONS = {
     "cells": compare.cells,
     "grid": compare.grid,
     "captured": captured.section,
+    "forecast": forecast.section,
     "small": small.section,
     "kernels": kernels.section,
     "memory": memory.section,
@@ -100,6 +102,7 @@ HELP = """sections:
   cells    the usual cells: stock's implementations, a compiled step(), Python hooks, ours
   grid     five models, three batches each, and the floor: an update's bytes alone
   captured whole iterations in CUDA graphs, buckets of backward, memory of side streams; --more
+  forecast cells of captured on an H200, by a model of launches and bytes: it measures nothing
   small    nets of microseconds: plain, with clipping, with an average; 1 and 2 threads
   kernels  the update alone: every optimizer against stock and the floor
   memory   peak memory of tensors and of the whole process
