@@ -78,6 +78,12 @@ Range range_of(const at::Tensor &tensor, bool write) {
             (static_cast<size_t>(last) + 1) * size, write};
 }
 
+Range arrived(const at::Tensor &tensor, bool write, c10::DeviceIndex device) {
+    const Range range = range_of(tensor, write);
+    arrive(current_stream(device), range);
+    return range;
+}
+
 c10::Storage Aliases::alias_of(const c10::Storage &storage, Use use) {
     if (use == Use::read)
         (void)storage.data(); // raises where a kernel of a real device would
@@ -100,6 +106,8 @@ at::Tensor Aliases::of(const at::Tensor &tensor, Use use) {
                 "tensors are on different devices");
     if (device == -1 || tensor.dim() != 0)
         device = static_cast<c10::DeviceIndex>(tensor.get_device());
+    if (use != Use::none)
+        arrived(tensor, use == Use::write, static_cast<c10::DeviceIndex>(tensor.get_device()));
     const at::Tensor cpu = over(alias_of(tensor.storage(), use), c10::DispatchKey::CPU, tensor);
     cpu._set_neg(tensor.is_neg());
     cpu._set_conj(tensor.is_conj());

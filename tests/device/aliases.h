@@ -77,5 +77,7 @@ bool rounds_as_cuda();
 
 // The bytes between a tensor's first and last element.
 Range range_of(const at::Tensor &tensor, bool write);
+// And work on the current stream of the device is about to use them.
+Range arrived(const at::Tensor &tensor, bool write, c10::DeviceIndex device);
 
 } // namespace fake

@@ -26,7 +26,7 @@ Block *block_at(World &w, const void *address) {
 static Block *reuse(World &w, size_t size, StreamNumber stream) {
     std::vector<Block *> &free = w.free[{stream, w.streams.at(stream).capture, size}];
     for (auto at = free.rbegin(); at != free.rend(); ++at)
-        if (is_past((*at)->reusable, w.host())) {
+        if (is_past((*at)->reusable, w.host()) && !(stream == HOST && is_late(w, **at))) {
             Block *block = *at;
             free.erase(std::next(at).base());
             return block;
@@ -56,6 +56,7 @@ void *allocate(size_t bytes, StreamNumber stream) {
     if (block == nullptr)
         block = fresh(w, size, stream);
     block->in_use = true;
+    arrive_at(w, stream, {block->base, size, true});
     return block->base;
 }
 
@@ -70,13 +71,15 @@ void release(void *memory) noexcept {
     for (const StreamNumber stream : block->recorded)
         join(&block->reusable, w.streams.at(stream).clock);
     block->recorded.clear();
+    w.free[{block->owner, block->graph, block->size}].push_back(block);
+    if (block->owner == HOST)
+        return;
     // Launches of the owner from now on come after all this.
     Clock clock = w.streams.at(block->owner).clock;
     join(&clock, w.host());
     join(&clock, block->reusable);
     if (block->graph < FIRST_RECORDED || w.streams.at(block->owner).capture == block->graph)
         check_free(w, *block, clock); // else it is never used again
-    w.free[{block->owner, block->graph, block->size}].push_back(block);
 }
 
 void record_use(const void *memory, StreamNumber stream) {
@@ -101,8 +104,9 @@ Contents contents() {
     World &w = world();
     const std::lock_guard<std::mutex> guard(w.lock);
     Contents all;
+    make_all_late(w); // lest undo() puts back what they are to replace
     for (const auto &[base, block] : w.blocks)
-        if (block->in_use)
+        if (block->in_use && block->owner != HOST)
             all[block->base].assign(block->base, block->base + block->size);
     return all;
 }
@@ -122,6 +126,13 @@ int device_of_memory(const void *memory) {
     const std::lock_guard<std::mutex> guard(w.lock);
     const Block *block = block_at(w, memory);
     return block == nullptr ? -1 : w.streams.at(block->owner).device;
+}
+
+bool is_pinned(const void *memory) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    const Block *block = block_at(w, memory);
+    return block != nullptr && block->owner == HOST;
 }
 
 } // namespace fake

@@ -16,7 +16,7 @@ void free_memory(void *memory) {
     release(memory);
 }
 
-struct Memory final : c10::Allocator {
+struct Memory : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
         const c10::DeviceIndex device = current_device();
         if (void *again = bytes != 0 ? memory_again() : nullptr)
@@ -31,13 +31,24 @@ struct Memory final : c10::Allocator {
     }
 };
 
-Memory memory; // lives until the process ends
+struct Pinned final : Memory {
+    c10::DataPtr allocate(size_t bytes) override {
+        void *memory = fake::allocate(bytes, HOST);
+        return {memory, memory, &free_memory, c10::kCPU};
+    }
+};
+
+Memory memory; // both live until the process ends
+Pinned pinned;
 REGISTER_ALLOCATOR(kDevice, &memory)
 
 } // namespace
 
 c10::Allocator *allocator() {
     return &memory;
+}
+c10::Allocator *pinned_allocator() {
+    return &pinned;
 }
 
 c10::DeviceIndex current_device() {

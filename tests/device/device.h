@@ -21,6 +21,7 @@ c10::Stream torch_stream(StreamNumber stream);
 StreamNumber number_of(const c10::Stream &stream);
 
 c10::Allocator *allocator();
+c10::Allocator *pinned_allocator();
 
 // How often an event was used with another device than its own being current.
 int64_t visits();

@@ -56,6 +56,7 @@ template <class T> const T *read(const at::Tensor &tensor) {
 template <class Formula>
 void run(const char *name, List out, List self, List a, List b, const Numbers &numbers,
          Formula formula) {
+    const auto device = static_cast<c10::DeviceIndex>(self[0].get_device());
     std::vector<Range> ranges;
     Tensors used; // copies live until they have been reported
     for (size_t i = 0; i < self.size(); i++) {
@@ -63,10 +64,10 @@ void run(const char *name, List out, List self, List a, List b, const Numbers &n
                                  in_order_of(out[i], b, i)};
         for (const at::Tensor &tensor : in)
             if (tensor.defined() && !tensor.is_same(out[i])) {
-                ranges.push_back(range_of(tensor, false));
+                ranges.push_back(arrived(tensor, false, device));
                 used.push_back(tensor);
             }
-        ranges.push_back(range_of(out[i], true));
+        ranges.push_back(arrived(out[i], true, device));
         AT_DISPATCH_FLOATING_TYPES_AND2(
             at::kHalf, at::kBFloat16, self[i].scalar_type(), "multi_tensor", [&] {
                 using Real = at::opmath_type<scalar_t>;
@@ -80,7 +81,7 @@ void run(const char *name, List out, List self, List a, List b, const Numbers &n
                                                           z ? Real(z[k]) : Real(0), number));
             });
     }
-    launch(current_stream(static_cast<c10::DeviceIndex>(self[0].get_device())), name, ranges);
+    launch(current_stream(device), name, ranges);
 }
 
 // Numbers on the device, as with capturable=True, become as large as what they go with.

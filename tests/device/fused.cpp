@@ -144,13 +144,13 @@ void run(Call call, Maybe grad_scale, Maybe found_inf) {
         return;
     call.grad_scale = grad_scale.value_or(at::Tensor());
     call.found_inf = found_inf.value_or(at::Tensor());
+    const bool mixed = is_mixed(call);
+    report(call);
     if (call.lr.defined())
         call.scalars.lr = float_at(call.lr);
     if (call.grad_scale.defined())
         call.scalars.grad_scale = float_at(call.grad_scale);
     call.scalars.early = of_cuda_early(MAJOR, dtype_of(call.params[0]));
-    const bool mixed = is_mixed(call);
-    report(call);
     if (call.found_inf.defined() && float_at(call.found_inf) == 1.0f)
         return;
     for (size_t i = 0; i < call.params.size(); i++)

@@ -124,10 +124,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::Device getDeviceFromPtr(void *data) const override {
         return {kDevice, static_cast<c10::DeviceIndex>(device_of_memory(data))};
     }
+    bool isPinnedPtr(const void *data) const override { return is_pinned(data); }
+    c10::Allocator *getPinnedMemoryAllocator() const override { return pinned_allocator(); }
     void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
         const c10::DeviceGuard guard(storage.device());
         c10::DataPtr fresh = allocator()->allocate(bytes);
         const size_t kept = std::min(bytes, storage.nbytes());
+        arrive(current_stream(storage.device().index()), {storage.data(), kept, false});
         if (kept != 0)
             std::memcpy(fresh.get(), storage.data(), kept);
         storage.set_data_ptr_noswap(std::move(fresh));

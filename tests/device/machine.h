@@ -23,12 +23,12 @@
 
 namespace fake {
 
-enum { DEVICES = 2, POOL = 32 };
+enum { HOST = 0, DEVICES = 2, POOL = 32 };
 
 using Clock = std::vector<uint64_t>; // missing components are 0
 
 // A stream's number is its component in the clocks. 1 to DEVICES are the
-// devices' default streams; 0 is the host.
+// devices' default streams; HOST is the host.
 using StreamNumber = size_t;
 
 StreamNumber default_stream(int device);
@@ -48,9 +48,19 @@ struct Range {
     bool write;
 };
 
-// Work on a stream. Memory that is not the device's, or is free, is reported too.
+// Work on a stream, which has been done or is about to be. Memory that is neither the device's nor
+// pinned, or is free, is reported too.
 FAKE_SHARED void launch(StreamNumber stream, const std::string &name,
                         const std::vector<Range> &ranges);
+
+// A copy between the device and pinned memory. A GPU may make it at any time until somebody waits
+// for it; this one makes it as late as it can: when the host has waited, or work that comes behind
+// it is about to use its memory. Until then the target holds a pattern, and whoever changes the
+// source changes what is copied.
+void copy_late(StreamNumber stream, const std::string &name, void *to, const void *from,
+               size_t bytes);
+// Work on the stream is about to use these bytes: makes the late copies before it.
+void arrive(StreamNumber stream, const Range &range);
 
 // The memory of an event: all that was launched before it on its stream, and the graph that
 // was being captured there.
@@ -75,12 +85,14 @@ bool is_done(StreamNumber stream);
 // Blocks of memory, kept as PyTorch's caching allocator does: a block belongs
 // to the stream that was current when it was allocated, and can be allocated
 // again there as soon as it is freed; later, if other streams were recorded for
-// it. allocate() returns NULL for no bytes.
+// it. One of the HOST is pinned memory, and can be allocated again when no late copy needs it.
+// allocate() returns NULL for no bytes.
 void *allocate(size_t bytes, StreamNumber stream);
 void release(void *memory) noexcept;
 void record_use(const void *memory, StreamNumber stream);
 size_t bytes_of(int device, bool reserved); // in use, or all that the allocator has taken
 int device_of_memory(const void *memory); // -1 if it is the host's
+bool is_pinned(const void *memory);
 
 // A graph is being captured on the stream; 0: no more. A stream that waits for it meanwhile is
 // captured, too. One that the first stream has not waited for in the end is reported, as CUDA

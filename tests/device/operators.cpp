@@ -49,7 +49,34 @@ void copy_across(const at::Tensor &from, const at::Tensor &to) {
     launch(current_stream(b), "aten::copy_", {range_of(to, true)});
 }
 
+bool same_order(const at::Tensor &a, const at::Tensor &b) {
+    return a.dtype() == b.dtype() && a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+// As CUDA has it: what is made to another dtype or order before it goes down is made so on the
+// device first, and what goes up on the host, at once. False: nothing was done.
+bool copied_late(const at::Tensor &from, const at::Tensor &to) {
+    const bool down = is_mine(from);
+    const at::Tensor &mine = down ? from : to, &host = down ? to : from;
+    const StreamNumber stream =
+        current_stream(static_cast<c10::DeviceIndex>(mine.get_device()));
+    if (is_mine(host) || capture_of(stream) != 0 || !is_pinned(range_of(host, false).address) ||
+        !to.is_non_overlapping_and_dense() || from.is_neg() != to.is_neg() ||
+        from.is_conj() != to.is_conj() || !(down || same_order(from, to)))
+        return false;
+    const at::Tensor source =
+        same_order(from, to) ? from : at::empty_like(to, mine.options().dtype(to.dtype())).copy_(from);
+    const Range read = range_of(source, false), write = range_of(to, true);
+    copy_late(stream, "aten::copy_", const_cast<void *>(write.address), read.address, read.bytes);
+    return true;
+}
+
 at::Tensor copy_from(const at::Tensor &from, const at::Tensor &to, bool non_blocking) {
+    if (non_blocking && copied_late(from, to))
+        return to;
+    for (const auto &[host, mine] : {std::pair(from, to), std::pair(to, from)})
+        if (!is_mine(host)) // it may be pinned
+            arrived(host, host.is_same(to), static_cast<c10::DeviceIndex>(mine.get_device()));
     Aliases source, target;
     target.of(to, Use::write).copy_(source.of(from, Use::read), non_blocking);
     if (source.device != -1 && target.device != -1 && source.device != target.device)

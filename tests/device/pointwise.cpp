@@ -173,18 +173,19 @@ template <int sign> struct Limit : Any {
 };
 
 template <class Formula> void compute(const std::string &name, const Operands &all) {
+    const auto device = static_cast<c10::DeviceIndex>(all.out.get_device());
     std::vector<Range> ranges;
     for (const Operand &operand : all.of)
         if (operand.tensor.defined() && !operand.tensor.is_same(all.out))
-            ranges.push_back(range_of(operand.tensor, false));
-    ranges.push_back(range_of(all.out, true));
+            ranges.push_back(arrived(operand.tensor, false, device));
+    ranges.push_back(arrived(all.out, true, device));
     AT_DISPATCH_FLOATING_TYPES_AND2(
         at::kHalf, at::kBFloat16, all.out.scalar_type(), "pointwise", [&] {
             auto *to = static_cast<scalar_t *>(all.out.mutable_data_ptr());
             for (int64_t i = 0; i < all.out.numel(); i++)
                 to[i] = static_cast<scalar_t>(Formula::of(Element<scalar_t>{all, i}));
         });
-    launch(current_stream(static_cast<c10::DeviceIndex>(all.out.get_device())), name, ranges);
+    launch(current_stream(device), name, ranges);
 }
 
 template <class Formula> void boxed(const c10::OperatorHandle &op, torch::jit::Stack *stack) {

@@ -50,7 +50,7 @@ void touch(World &w, StreamNumber stream, uint64_t time, const std::string &name
         return;
     Block *block = block_at(w, range.address);
     if (block == nullptr) {
-        add(w, name + verb(range.write) + " memory that is not the device's");
+        add(w, name + verb(range.write) + " memory that is not the device's, nor pinned");
         return;
     }
     const size_t begin =
@@ -61,7 +61,7 @@ void touch(World &w, StreamNumber stream, uint64_t time, const std::string &name
                    " memory that is free: " + where(*block, now.begin, now.end));
     if (now.end > block->size)
         add(w, name + verb(range.write) + " past the end of its memory");
-    if (w.streams.at(stream).device != w.streams.at(block->owner).device)
+    if (block->owner != HOST && w.streams.at(stream).device != w.streams.at(block->owner).device)
         add(w, name + " on " + name_of(stream) + verb(range.write) +
                    " memory of another device: " + where(*block, now.begin, now.end));
     const Clock &clock = w.streams.at(stream).clock;
@@ -82,16 +82,24 @@ void check_free(World &w, const Block &block, const Clock &clock) {
                        where(block, old.begin, old.end));
 }
 
-void launch(StreamNumber stream, const std::string &name, const std::vector<Range> &ranges) {
-    World &w = world();
-    const std::lock_guard<std::mutex> guard(w.lock);
+uint64_t launch_at(World &w, StreamNumber stream, const std::string &name,
+                   const std::vector<Range> &ranges) {
     const uint64_t time = tick(w, stream);
     launched_here++;
     w.streams[stream].worked = time;
-    for (const Range &range : ranges)
+    for (const Range &range : ranges) {
+        arrive_at(w, stream, range);
         touch(w, stream, time, name, range);
+    }
     if (w.logging)
         w.launches.push_back(name + " on " + name_of(stream));
+    return time;
+}
+
+void launch(StreamNumber stream, const std::string &name, const std::vector<Range> &ranges) {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    launch_at(w, stream, name, ranges);
 }
 
 uint64_t launches_of_thread() {

@@ -66,6 +66,8 @@ int device_of(StreamNumber stream) {
 }
 
 std::string name_of(StreamNumber stream) {
+    if (stream == HOST)
+        return "the host";
     if (stream <= DEVICES)
         return "the default stream of device " + std::to_string(stream - 1);
     return "stream " + std::to_string(stream);
@@ -122,6 +124,7 @@ void synchronize(const Event &event) {
     const std::lock_guard<std::mutex> guard(w.lock);
     refuse_captured(event.capture);
     join(&w.host(), event.clock);
+    make_late(w);
 }
 
 void synchronize(StreamNumber stream) {
@@ -129,6 +132,7 @@ void synchronize(StreamNumber stream) {
     const std::lock_guard<std::mutex> guard(w.lock);
     refuse_captured(w.streams.at(stream).capture);
     join(&w.host(), w.streams.at(stream).clock);
+    make_late(w);
 }
 
 void synchronize_device(int device) {
@@ -137,6 +141,7 @@ void synchronize_device(int device) {
     for (const Stream &stream : w.streams)
         if (stream.device == device)
             join(&w.host(), stream.clock);
+    make_late(w);
 }
 
 bool is_done(const Event &event) {

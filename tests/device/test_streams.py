@@ -140,7 +140,7 @@ def copied_to_the_host(model, optimizer, a, b, c):
 @after_an_update
 def copied_to_the_host_without_waiting(model, optimizer, a, b, c):
     b.wait_stream(a)
-    host = torch.empty(model[2].weight.shape, pin_memory=gpu.IS_REAL)
+    host = torch.empty(model[2].weight.shape, pin_memory=True)
     with b:
         host.copy_(model[2].weight.detach(), non_blocking=True)
     b.synchronize()

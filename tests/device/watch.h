@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-/* A kernel has run on the stream (a CUstream), and read and written these. */
+/* A kernel is about to run on the stream (a CUstream), and to read and write these. */
 typedef void fake_launched(void *stream, const char *kernel, const launch_range *ranges, size_t n);
 
 /* The graph that is being captured on the stream; 0: none. */

@@ -234,6 +234,7 @@ static void *allocated(size_t bytes) {
 
 void host_run(const host_work *work, void *stream) {
     const kernel_row *row = work->row;
+    host.stream = stream;
     host_shared_bytes = work->shared_bytes;
     host_shared = allocated(work->shared_bytes ? work->shared_bytes : 1);
     if (host.launching)
@@ -258,7 +259,6 @@ static CUresult host_launch(CUfunction function, unsigned x, unsigned y, unsigne
         return CUDA_ERROR_LAUNCH_FAILED;
     host.blocks = x;
     host.bytes = row->bytes;
-    host.stream = stream;
     host_work *work = allocated(sizeof *work);
     *work = (host_work){row, x, threads, shared_bytes, allocated(row->bytes)};
     memcpy(work->table, parameters[0], row->bytes);
