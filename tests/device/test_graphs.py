@@ -120,6 +120,7 @@ FORWARD |= {"clipping": CLIPPED, "clipping and released": {**CLIPPED, "keep": Fa
 FORWARD |= {"scaler": {"scaler": True}, "clipping and scaler": {"scaler": True, **CLIPPED}}
 CASES = [(name, mode) for name in WHOLE for mode in ("forward", "backward")]
 CASES += [(name, "forward") for name in FORWARD]
+CASES += [("all", optfuse.Backward(side_stream=True))]
 
 
 @needs_replays
