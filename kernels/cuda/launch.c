@@ -104,9 +104,10 @@ static of_cuda_status flush(call *c) {
     const int size = words <= OF_CUDA_WORDS(OF_CUDA_SMALL_BYTES) ? SMALL : LARGE;
     void *parameters[] = {&c->table};
     const unsigned threads = c->rows ? OF_CUDA_PROGRAM_THREADS : OF_CUDA_THREADS;
+    const unsigned shared = c->rows * of_cuda_row_bytes(c->update->dtype);
     const CUresult result = c->driver->launch(
-        (CUfunction)c->kernels->size[size], (unsigned)blocks, 1, 1, threads, 1, 1,
-        c->rows * OF_CUDA_ROW_BYTES, (CUstream)c->update->stream, parameters, NULL);
+        (CUfunction)c->kernels->size[size], (unsigned)blocks, 1, 1, threads, 1, 1, shared,
+        (CUstream)c->update->stream, parameters, NULL);
     common->entries = 0;
     c->elements = 0;
     return result == CUDA_SUCCESS ? OF_CUDA_OK : of_driver_fail(c->driver, result, "launch");

@@ -4,7 +4,8 @@
 //
 // Instructions lie before the tensors in the kernel's arguments, where all threads read one at
 // a time without a cost. The registers that they name are rows of shared memory, as many as the
-// program uses: a thread has 32 bytes of each row, which no other thread reads.
+// program uses, of which a thread has a part that no other thread reads. Elements have the type of
+// tensors there, to which every operator rounds: traffic to these rows is what bounds a program.
 #include "block.cuh"
 
 #ifdef __CUDACC__
@@ -13,7 +14,7 @@
 
 enum {
     OF_PACK = OF_CUDA_ROW_PART / sizeof(of_real), // elements of a thread at once
-    OF_VECTOR = 16 / sizeof(of_real),             // of them neighbours in a row
+    OF_ROW_VECTORS = OF_CUDA_PROGRAM_THREADS * OF_PACK / OF_LANES,
     OF_AT_ONCE = 5, // arrays that are on their way from memory together
     OF_INSTRUCTION_WORDS = sizeof(of_real) == 8 ? 3 : 2,
     OF_ALL_STATE = (1 << OF_MAX_STATE) - 1,
@@ -21,7 +22,7 @@ enum {
 };
 static_assert(OF_REGISTER_TEMPORARY % OF_AT_ONCE == 0, "no array is behind the last");
 
-typedef of_pack<OF_VECTOR, of_real> of_vector;
+typedef of_pack<OF_LANES> of_vector; // neighbours in a row
 
 // A thread's elements of one register.
 struct of_row {
@@ -30,22 +31,48 @@ struct of_row {
 
 // Vectors of one thread are as far apart as the block has threads: so these meet in no bank.
 OF_DEVICE_FN of_vector *of_at(of_vector *rows, unsigned number) {
-    return rows + number * (OF_CUDA_ROW_BYTES / sizeof(of_vector));
+    return rows + number * OF_ROW_VECTORS;
+}
+
+// One instruction an element; of halves taken out of their word it would be two.
+OF_DEVICE_FN of_real of_widen_lane(const of_vector &vector, int lane) {
+#if defined(OF_DTYPE_BFLOAT16) && defined(__CUDACC__)
+    unsigned pair;
+    memcpy(&pair, &vector.lane[lane & ~1], sizeof pair);
+    return __uint_as_float(lane & 1 ? pair & 0xffff0000u : pair << 16);
+#else
+    return of_widen(vector.lane[lane]);
+#endif
 }
 
 OF_DEVICE_FN of_row of_get(const of_vector *from) {
     of_row row;
 #pragma unroll
-    for (int lane = 0; lane < OF_PACK; lane++)
-        row.lane[lane] =
-            from[lane / OF_VECTOR * OF_CUDA_PROGRAM_THREADS].lane[lane % OF_VECTOR];
+    for (int lane = 0; lane < OF_PACK; lane += OF_LANES) {
+        const of_vector vector = from[lane / OF_LANES * OF_CUDA_PROGRAM_THREADS];
+#pragma unroll
+        for (int i = 0; i < OF_LANES; i++)
+            row.lane[lane + i] = of_widen_lane(vector, i);
+    }
     return row;
+}
+
+// of_narrow() of a number that is rounded already: what it is converted from is its upper half.
+OF_DEVICE_FN of_stored of_kept(of_real rounded) {
+#if !defined(OF_DTYPE_BFLOAT16)
+    return of_narrow(rounded);
+#elif defined(__CUDACC__)
+    return static_cast<of_stored>(__float_as_uint(rounded) >> 16);
+#else
+    return static_cast<of_stored>(of_bits_of_float(rounded) >> 16);
+#endif
 }
 
 OF_DEVICE_FN void of_put(of_vector *to, const of_row &row) {
 #pragma unroll
     for (int lane = 0; lane < OF_PACK; lane++)
-        to[lane / OF_VECTOR * OF_CUDA_PROGRAM_THREADS].lane[lane % OF_VECTOR] = row.lane[lane];
+        to[lane / OF_LANES * OF_CUDA_PROGRAM_THREADS].lane[lane % OF_LANES] =
+            of_kept(row.lane[lane]);
 }
 
 // The number that begins at this half of a word, or at this word.

@@ -280,6 +280,11 @@ static void check_programs(void) {
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK &&
               host_shared_bytes == OF_CUDA_REGISTERS * OF_CUDA_ROW_BYTES,
           "all registers of the kernel have rows");
+    update.dtype = OF_BFLOAT16;
+    check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_OK &&
+              host_shared_bytes == OF_CUDA_REGISTERS * OF_CUDA_ROW_BYTES / 2,
+          "of 16 bits an element where tensors have as many");
+    update.dtype = OF_FLOAT32;
     code[0].to = OF_REGISTER_STATE;
     of_program_check(&program);
     check(of_cuda_launch(&update, &entry, 1) == OF_CUDA_INVALID, "its state has to be there");
