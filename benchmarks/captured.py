@@ -5,8 +5,8 @@ does not; buckets of backward fusion; and the most memory, which no graph has ke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from optfuse_tools.ab.variants import BuildFn, Iteration, NoOptimizer, Wrap, wit
 
 WARM_UP, LIMIT = 3, 1.0  # iterations before a capture; of the norm, where gradients are clipped
 MIB = (4, 8, 16, 32)
-SWEPT = "GPT-2"
 MEMORY_OF = (FUSED, "forward fusion", "backward fusion", "side-stream fusion")
 
 
@@ -37,7 +36,7 @@ class Captured(Cell):
         return f"{super().__str__()}, captured" + (f", {self.how}" if self.how else "")
 
 
-# Iterations a round: some 60 ms.
+# Iterations a round: some 60 ms. Of the first cell's model buckets and memory are measured, too.
 CELLS = (
     Captured("GPT-2", 1, 4),
     Captured("MLP", 8, 120),
@@ -97,9 +96,6 @@ def buckets() -> Mapping[str, Wrap]:
     return found
 
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Any, Tensor]]
-
-
 def one_iteration(cell: Captured, optimizer: str, wrap: Wrap) -> Callable[[], Tensor]:
     """Its batch is the same each time, and stays where it is."""
     x, y = next(batches(cell))
@@ -141,10 +137,10 @@ def in_a_graph(work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
     return graph, loss
 
 
-def training(cell: Captured, optimizer: str, capture: Capture = in_a_graph) -> BuildFn:
+def training(cell: Captured, optimizer: str) -> BuildFn:
     def build(wrap: Wrap) -> Iteration:
         work = one_iteration(cell, optimizer, wrap)
-        graph, loss = capture(work)
+        graph, loss = in_a_graph(work)
 
         def replay(_: Any = work) -> Tensor:  # a graph keeps neither model nor batch
             graph.replay()
@@ -167,10 +163,9 @@ def memory(cell: Captured, optimizer: str) -> dict[str, float]:
     return found
 
 
-def chosen_cells(chosen: Any) -> Iterator[Captured]:
-    """--model names those of MORE_CELLS, too."""
-    every = (SMOKE,) if chosen.smoke else CELLS if not chosen.more else MORE_CELLS
-    return (cell for cell in every if cell.model in (chosen.model or MODELS))
+def chosen_cells(chosen: Any) -> list[Captured]:
+    every = (SMOKE,) if chosen.smoke else MORE_CELLS if chosen.more else CELLS
+    return [cell for cell in every if cell.model in (chosen.model or MODELS)]
 
 
 def section(chosen: Any) -> dict[str, Any] | None:
@@ -178,12 +173,10 @@ def section(chosen: Any) -> dict[str, Any] | None:
         print("not measured: CUDA graphs need a GPU")
         return None
     found, peaks = [], {}
-    for cell in in_time(list(chosen_cells(chosen)), chosen):
-        build = training(cell, chosen.optimizer)
-        rounds, seconds = chosen.rounds or 40, chosen.seconds
-        found += compare(chosen, cell, build, variants(cell), rounds, seconds)
-        if cell.model == SWEPT and cell.how == "" and cell.batch == 1:
-            found += compare(chosen, Captured(cell.model, 1, 4, how="buckets"), build, buckets(),
-                             rounds, seconds)  # fmt: skip
+    for cell in in_time(chosen_cells(chosen), chosen):
+        build, few = training(cell, chosen.optimizer), (chosen.rounds or 40, chosen.seconds)
+        found += compare(chosen, cell, build, variants(cell), *few)
+        if cell == CELLS[0]:
+            found += compare(chosen, replace(cell, how="buckets"), build, buckets(), *few)
             peaks[str(cell)] = memory(cell, chosen.optimizer)
     return {"cells": [one.to_dict() for one in found], "peak": peaks}
