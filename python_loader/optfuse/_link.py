@@ -142,9 +142,12 @@ class Link:
 
     def _drop_consumed(self) -> None:
         """Nobody can read what the updates have used up. What step() has not confirmed stays: at
-        such a gradient stock's step() raises."""
-        params = self.slots.params
-        confirmed = [p for slot, p in enumerate(params) if not self.is_ahead(slot)]
+        such a gradient stock's step() raises. So does that of a parameter that has left the
+        optimizer: stock adds to it, since no zero_grad() takes it away."""
+        groups = getattr(self.kept(), "param_groups", ())
+        there = set(map(id, chain.from_iterable(map(params_of, groups))))
+        params = enumerate(self.slots.params)
+        confirmed = [p for slot, p in params if id(p) in there and not self.is_ahead(slot)]
         consumed_gradients.drop([*confirmed, *map(local_of, confirmed)])
 
     def _refuse_in_backward(self, what: str) -> None:

@@ -158,6 +158,28 @@ def test_unfuse_leaves_no_consumed_gradient_behind():
     assert changed == ["0.weight"]
 
 
+def test_unfuse_leaves_that_of_a_parameter_that_has_left():
+    """No zero_grad() of the optimizer's takes it away: stock's next pass adds to it."""
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    groups = [{"params": list(layer.parameters())} for layer in (first, last)]
+    optimizer = optfuse.fuse(torch.optim.SGD(groups, lr=0.1), "backward")
+
+    def backward():
+        last(first(torch.ones(2, 6))).square().mean().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.param_groups.pop(0)
+    optfuse.unfuse(optimizer)
+    optimizer.zero_grad()
+    assert last.weight.grad is None
+    with pytest.raises(optfuse.Error, match="already applied"):
+        backward()
+    first.zero_grad()
+    backward()
+    assert first.weight.grad.isfinite().all()
+
+
 def test_an_interrupt_inside_backward_stays_an_interrupt():
     model, optimizer = fused_backward()
     before = weights(model)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Deeds in forward and backward passes: what is computed there, in which thread and order."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from common import adamw
@@ -30,18 +30,20 @@ def train_before_fuse(world):
         world.train()
 
 
+def elsewhere(run, *given):
+    """In another thread, whose error is ours."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run, *given).result()
+
+
 @deed(BACKWARD)
 def backward_in_another_thread(world, loss):
-    thread = threading.Thread(target=world.backward, args=(loss,))
-    thread.start()
-    thread.join()
+    elsewhere(world.backward, loss)
 
 
 @deed()
 def train_in_another_thread(world):
-    thread = threading.Thread(target=world.train)
-    thread.start()
-    thread.join()
+    elsewhere(world.train)
 
 
 @deed(BACKWARD, backward=EITHER)
