@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import optfuse
-from optfuse_tools.ab.result import Interval
+from optfuse_tools.ab.interval import Interval, median_interval
 from optfuse_tools.ab.variants import Wrap
 
 # By default glibc maps each block above 32 MB anew and returns it when it is freed.
@@ -46,6 +46,8 @@ FINAL = ("panels have other bits here", "panels are slower here", "the gradient 
 ROUNDS, QUICK_ROUNDS, SMOKE_ROUNDS = 25, 7, 2
 SETTLE, QUICK_SETTLE, SMOKE_SETTLE = 90.0, 20.0, 0.2  # seconds of training for the trials
 TENTH, BEFORE = "tenth iteration", 9
+#: Iterations of a new process, trials and all; how often each kind runs them.
+FIRST, FIRST_ROUNDS, SMOKE_FIRST = 60, 5, 3
 
 
 # In a process of its own
@@ -159,6 +161,16 @@ def peak(case: Case, kind: str, limit: float) -> dict[str, Any]:
     return {"tensors_mb": most / 1e6, **promised(kind, made, BEFORE + 1)}
 
 
+def first(case: Case, kind: str, iterations: int) -> dict[str, Any]:
+    """Milliseconds of an iteration, of the first of this process."""
+    iterate = training(case, variants(case, {})[kind])
+    began = time.perf_counter()
+    for _ in range(iterations):
+        iterate()
+    optfuse.flush()
+    return {"ms": (time.perf_counter() - began) / iterations * 1e3}
+
+
 # In the benchmark
 
 
@@ -189,6 +201,26 @@ def table(case: Case, policy: str, found: dict[str, Any]) -> str:
     return "\n".join([head, columns(rows), *(f"other gradients: {why}" for why in reasons)])
 
 
+def of_first(
+    packages: Path | str, policy: str, case: Case, rounds: int, count: int
+) -> dict[str, Any]:
+    """The first iterations of processes, one of each kind in each round."""
+    kinds = (FUSED, *filter(is_promising, KINDS))
+    ms: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind in kinds:
+            ms[kind].append(alone(packages, policy, "first", case, kind, count)["ms"])
+    speed = {k: [f / t for f, t in zip(ms[FUSED], ms[k], strict=True)] for k in kinds}
+    return {
+        "iterations": count,
+        "rounds": rounds,
+        "kinds": {
+            k: {"ms": median_interval(ms[k]), "against_fused": median_interval(speed[k])}
+            for k in kinds
+        },
+    }
+
+
 def section(chosen: Any) -> dict[str, Any]:
     cases, rounds, limit = CASES, ROUNDS, SETTLE
     if chosen.quick:
@@ -205,6 +237,14 @@ def section(chosen: Any) -> dict[str, Any]:
                 chosen.packages, policy, "speed", case, *args
             )
             title(table(case, policy, found))
+    widest = cases[0]
+    count, times = (SMOKE_FIRST, 1) if chosen.smoke else (FIRST, chosen.rounds or FIRST_ROUNDS)
+    firsts: dict[str, Any] = {}
+    for policy in POLICIES:
+        firsts[policy] = of_first(chosen.packages, policy, widest, times, count)
+        title(f"{widest}, {policy}: the first {count} iterations of a process")
+        kinds = firsts[policy]["kinds"]
+        print(columns([(k, str(one["ms"]), str(one["against_fused"])) for k, one in kinds.items()]))
     measured = SMOKE[0] if chosen.smoke else PLAIN
     title(f"MB of tensors in the tenth iteration of {measured}")
     peaks: dict[str, Any] = {}
@@ -213,12 +253,13 @@ def section(chosen: Any) -> dict[str, Any]:
         peaks[kind] = alone(chosen.packages, "default malloc", "peak", measured, kind, limit)
     rows = [(kind, f"{one['tensors_mb']:.1f}") for kind, one in peaks.items()]
     print(columns(rows), flush=True)
-    return {"speed": timed, "memory": {str(measured): peaks}}
+    memory = {str(measured): peaks}
+    return {"speed": timed, "first": {str(widest): firsts}, "memory": memory}
 
 
 if __name__ == "__main__":
     packages, name, threads, label, *rest = json.loads(sys.argv[1])
     sys.path.append(packages)
     torch.set_num_threads(threads)
-    result = {"speed": speed, "peak": peak}[name](ALL[label], *rest)
+    result = {"speed": speed, "first": first, "peak": peak}[name](ALL[label], *rest)
     print(json.dumps(result, default=vars))

@@ -81,6 +81,7 @@ CASES = (
     Case("mlp", 4, 2048, (16,), 2, passes=4),
     Case("mlp", 4, 2048, (16,), 5, logs=True),
     Case("mlp", 4, 2048, tuple(range(1, 41)), 8),
+    Case("mlp", 4, 2048, tuple(range(1, 201)), 8),
     Case("embedding", 50257, 768, (256,), 3),
 )
 #: Wide models, by name only (--case).
