@@ -51,15 +51,20 @@ template <typename Real> Real number(TrialNumbers kind, int64_t row, Draws &draw
                              std::sqrt(static_cast<double>(std::numeric_limits<Real>::min())));
     case TrialNumbers::SPECIAL:
         return draws.next() > 0.5 ? special<Real>(draws) : rounded<Real>(random);
+    case TrialNumbers::MIXED:
+        break; // of those above, by column
     }
     return Real(0);
 }
 
 // Zeros, half of them negative, as behind a ReLU: CANCELLING has some in each column.
-template <typename Real> void fill(const at::Tensor &t, TrialNumbers kind, Draws &draws) {
+template <typename Real> void fill(const at::Tensor &t, TrialNumbers numbers, Draws &draws) {
     auto *at = static_cast<Real *>(data_of(t.unsafeGetTensorImpl()));
     for (int64_t i = 0; i < t.size(0); i++)
         for (int64_t j = 0; j < t.size(1); j++) {
+            const TrialNumbers kind = numbers == TrialNumbers::MIXED
+                                          ? kTrialNumbers[static_cast<size_t>(j % 4)]
+                                          : numbers;
             const Real value = number<Real>(kind, i, draws);
             const bool is_zero = kind == TrialNumbers::CANCELLING && (i * 7 + j) % 5 < 2;
             at[i * t.stride(0) + j * t.stride(1)] = is_zero ? value * Real(0) : value;

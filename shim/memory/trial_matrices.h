@@ -14,8 +14,9 @@ namespace optfuse {
 
 // Numbers of all magnitudes; row by row such that sums cancel; such that products are around the
 // least that is no denormal, which some threads may take for zeros; and with infinities and the
-// like.
-enum class TrialNumbers { SPREAD, CANCELLING, TINY, SPECIAL };
+// like. MIXED: each of four columns has one of these, so that four by four elements of a product
+// X' Y meet all pairs.
+enum class TrialNumbers { SPREAD, CANCELLING, TINY, SPECIAL, MIXED };
 
 constexpr std::array<TrialNumbers, 4> kTrialNumbers = {
     TrialNumbers::SPREAD, TrialNumbers::CANCELLING, TrialNumbers::TINY, TrialNumbers::SPECIAL};

@@ -15,7 +15,6 @@
 #include "promises/embedding.h"
 #include "promises/linear.h"
 #include "promises/promise.h"
-#include "promises/trials.h"
 
 namespace optfuse {
 namespace {
@@ -114,15 +113,14 @@ const char *PromisingLayer::why_not_now(bool dy_fits) {
     return dy_fits ? nullptr : kFactors;
 }
 
-const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x,
-                                    at::ScalarType dtype) {
+const char *PromisingLayer::why_not(const at::Tensor &dy, const at::Tensor &x, const Whole &whole) {
     if (!is_factor(x) || dy.scalar_type() != x.scalar_type() || dy.size(0) != x.size(0))
         return kFactors;
     if (is_cast_by_autocast(x.scalar_type()))
         return "autocast is on in backward";
     if (x.element_size() == 2 && !at::globalContext().userEnabledMkldnn())
         return "panels of 16 bits are oneDNN's, which is off";
-    switch (try_panels(dy, x, dtype, forced_)) {
+    switch (try_panels(dy, x, forced_, whole)) {
     case Verdict::UNTRIED:
         return "the shape waits for its trial";
     case Verdict::DIFFERENT:
@@ -149,9 +147,8 @@ void PromisingLayer::note_use(const char *why_not) {
     counts_.because = why_not == nullptr ? counts_.because : why_not;
 }
 
-at::Tensor PromisingLayer::promise(const at::Tensor &dy, const at::Tensor &x,
-                                   at::ScalarType dtype) {
-    const char *why = why_not(dy, x, dtype);
+at::Tensor PromisingLayer::promise(const at::Tensor &dy, const at::Tensor &x, const Whole &whole) {
+    const char *why = why_not(dy, x, whole);
     note_use(why);
     if (why != nullptr)
         return {};

@@ -12,6 +12,7 @@
 #include "layers/layer.h"
 #include "plan/plan.h"
 #include "promises/product.h"
+#include "promises/trials.h"
 
 namespace optfuse {
 
@@ -38,9 +39,9 @@ class PromisingLayer final : public Promiser,
     // Whether this dY may be a factor of a promise, as far as dY alone tells; by_rows: of an
     // embedding's. If not, the gradient counts as computed.
     bool may_promise(const at::Tensor &dy, bool by_rows);
-    // The gradient dY' X of such a use as a promise (promise.h), which comes to .grad in this
-    // dtype; undefined: compute it.
-    at::Tensor promise(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype);
+    // The gradient dY' X of such a use as a promise (promise.h); undefined: compute it, if no trial
+    // has called `whole`.
+    at::Tensor promise(const at::Tensor &dy, const at::Tensor &x, const Whole &whole);
     // The same of a use of an embedding, for so many of its rows and columns, whose tokens have
     // these indices (embedding.h).
     at::Tensor promise_rows(const at::Tensor &dy, const at::Tensor &indices, int64_t rows,
@@ -54,7 +55,7 @@ class PromisingLayer final : public Promiser,
   private:
     bool is_quiet();
     const char *why_not_now(bool dy_fits);
-    const char *why_not(const at::Tensor &dy, const at::Tensor &x, at::ScalarType dtype);
+    const char *why_not(const at::Tensor &dy, const at::Tensor &x, const Whole &whole);
     const char *why_not_rows(const at::Tensor &dy, const at::Tensor &indices, int64_t rows);
     void note_use(const char *why_not);
     void note(bool was_looked_at);

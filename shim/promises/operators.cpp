@@ -102,7 +102,6 @@ WeakTensor nowhere() {
 struct Asked {
     std::shared_ptr<PromisingLayer> layer; // null: none
     const Node *node = nullptr;
-    at::ScalarType dtype = at::kFloat; // of the parameter
     WeakTensor dy = nowhere();         // the marked alias of dY
     WeakTensor transposed = nowhere(); // of a layer: the last dY' made of it
 };
@@ -129,16 +128,15 @@ at::Tensor marked_alias(const at::Tensor &dy) {
     return alias;
 }
 
-// The parameter into whose .grad a gradient goes from here, maybe by way of the transposition in
-// at::linear() and of autocast's cast; null: none, or it is copied there at once, as by
-// DistributedDataParallel.
-const at::Tensor *receiver(const Node *node) {
+// Whether a gradient goes into a parameter's .grad from here, maybe by way of the transposition in
+// at::linear() and of autocast's cast, and is not copied at once, as by DistributedDataParallel.
+bool ends_in_parameter(const Node *node) {
     if (is_a<TBackward0>(node))
         node = node->next_edge(0).function.get();
     if (is_a<ToCopyBackward0>(node))
         node = node->next_edge(0).function.get();
     const auto *end = dynamic_cast<const AccumulateGrad *>(node);
-    return end != nullptr && end->post_hooks().empty() ? &end->variable : nullptr;
+    return end != nullptr && end->post_hooks().empty();
 }
 
 struct AskForPromise final : torch::autograd::FunctionPreHook {
@@ -147,15 +145,14 @@ struct AskForPromise final : torch::autograd::FunctionPreHook {
     // Backward itself must not be recorded.
     variable_list operator()(const variable_list &grads) override {
         asked_here = {}; // of a node that has failed
-        const at::Tensor *parameter =
-            at::GradMode::is_enabled() ? nullptr : receiver(node->next_edge(weight).function.get());
         // An alias would not say of dY that it needs a gradient.
-        if (parameter == nullptr || grads.size() != 1 || !grads[0].defined() ||
-            grads[0].requires_grad() ||
+        if (at::GradMode::is_enabled() ||
+            !ends_in_parameter(node->next_edge(weight).function.get()) || grads.size() != 1 ||
+            !grads[0].defined() || grads[0].requires_grad() ||
             !layer->may_promise(grads[0], is_a<EmbeddingBackward0>(node)))
             return grads;
         at::Tensor marked = marked_alias(grads[0]);
-        asked_here = {layer, node, parameter->scalar_type(), weak(marked), nowhere()};
+        asked_here = {layer, node, weak(marked), nowhere()};
         return {std::move(marked)};
     }
     // Compiled autograd runs the node's formula without the hook.
@@ -208,12 +205,20 @@ bool promise_product(const OperatorCall &call) {
         !refers_to(std::exchange(asked_here.transposed, nowhere()), call.argument(0)))
         return false;
     const Asked now = std::exchange(asked_here, {});
-    const at::Tensor dy(now.dy.lock()), &x = call.argument(1).toTensor();
+    const at::Tensor dy(now.dy.lock()), x = call.argument(1).toTensor();
     unmark(dy.unsafeGetTensorImpl());
-    at::Tensor answer = now.layer->promise(dy, x, now.dtype);
+    bool is_run = false;
+    at::Tensor answer = now.layer->promise(dy, x, [&] {
+        is_run = true;
+        call.go_on();
+        return call.stack->back().toTensor();
+    });
     if (!answer.defined())
-        return false;
-    put(call, std::move(answer));
+        return is_run;
+    if (is_run)
+        call.stack->back() = std::move(answer);
+    else
+        put(call, std::move(answer));
     return true;
 }
 

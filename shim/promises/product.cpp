@@ -92,6 +92,17 @@ template <typename From, typename To> void cast_from(const From *from, To *to, i
         to[i] = c10::convert<To>(from[i]);
 }
 
+// As PyTorch's operator casts them.
+void cast_numbers(const void *from, at::ScalarType is, void *to, at::ScalarType becomes,
+                  int64_t n) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, is, "cast_numbers", [&] {
+        const auto *numbers = static_cast<const scalar_t *>(from);
+        AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, becomes, "cast_numbers", [&] {
+            cast_from(numbers, static_cast<scalar_t *>(to), n);
+        });
+    });
+}
+
 // a += b, rounded as PyTorch's operator.
 template <typename Number> void add_to(Number *a, const Number *b, int64_t n) {
     for (int64_t i = 0; i < n; i++)
@@ -152,16 +163,6 @@ class SumProduct final : public WeightProduct {
 };
 
 } // namespace
-
-void cast_numbers(const void *from, at::ScalarType is, void *to, at::ScalarType becomes,
-                  int64_t n) {
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, is, "cast_numbers", [&] {
-        const auto *numbers = static_cast<const scalar_t *>(from);
-        AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, becomes, "cast_numbers", [&] {
-            cast_from(numbers, static_cast<scalar_t *>(to), n);
-        });
-    });
-}
 
 SharedProduct cast_product(SharedProduct product, at::ScalarType dtype) {
     return std::make_shared<const CastProduct>(std::move(product), dtype);

@@ -59,8 +59,6 @@ class WeightProduct : public Computable, Pinned {
 
 using SharedProduct = std::shared_ptr<const WeightProduct>;
 
-// Numbers of another dtype, as PyTorch's operator casts them.
-void cast_numbers(const void *from, at::ScalarType is, void *to, at::ScalarType becomes, int64_t n);
 // The same gradient cast to another dtype, element by element.
 SharedProduct cast_product(SharedProduct product, at::ScalarType dtype);
 // a + b as autograd adds gradients up; null: they are of other forms.

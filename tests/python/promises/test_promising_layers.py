@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from common import adamw, python_ok
+from common import adamw
 from torch import nn
 
 import optfuse
@@ -43,24 +43,6 @@ def test_a_layer_whose_gradient_is_looked_at_stops(monkeypatch):
     assert layer.made <= 10 and layer.made + layer.whole == 400
     if layer.made:
         assert "looked at" in optfuse.explain(optimizer)
-
-
-def test_a_shape_that_comes_often_is_tried_at_once():
-    """By the share of the time alone a layer of this size waits for some 250 iterations."""
-    code = """
-import torch, optfuse
-from torch import nn
-model = nn.Linear(2048, 2048)
-optimizer = optfuse.fuse(torch.optim.AdamW(model.parameters(), fused=True))
-x = torch.randn(8, 2048)
-for i in range(101):
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
-(layer,) = optfuse.summary(optimizer).promised
-assert layer.promised > 0 or "waits" not in layer.because, layer
-"""
-    python_ok(code, fresh=True, OPTFUSE_PRODUCTS="auto")
 
 
 def test_auto_is_the_default(monkeypatch):
