@@ -212,6 +212,11 @@ OF_API void of_shim_recorded_counts(int64_t counts[5]);
  * different ones and none is `without` (false where memory is short, too). */
 OF_API bool of_shim_are_of(void *list, void *type, void *other);
 OF_API bool of_shim_are_once(void *list, void *without);
+/* Whether the attribute of this name, a string, is this very value in each object of a list. */
+OF_API bool of_shim_are_in(void *values, void *list, void *name);
+/* Appends .grad of the DTensors of these slots to a list, or None. False: of some that is no object of
+ * Python. */
+OF_API bool of_shim_are_gradients(of_shim_plan *plan, void *slots, void *list);
 /* From here on a function of Python that is written in C calls `first`, a callable: with self, if
  * it is a method, and with the arguments, before it does anything. What `first` makes of self, or of
  * the arguments of a function, if not None, is used in the place of self, or of the first argument

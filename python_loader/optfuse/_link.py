@@ -431,6 +431,8 @@ class Link:
         """A backward pass ends, before its last updates."""
         if self.options.reduction is not None:
             self.options.reduction.finish()
+        if self.slots.sharded is not None:
+            self.slots.sharded.end_pass()
 
     # ---- changes between backward() and step(), where stock would still obey them
 

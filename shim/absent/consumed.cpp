@@ -122,8 +122,7 @@ bool overwrites(const char *op) {
 bool reads_no_numbers(const char *op) {
     return makes_another(op) ||
            is_one_of(op, {"aten::detach_", "aten::requires_grad_", "optfuse::launch",
-                          "optfuse::consume_wrapper", "optfuse::consume_again",
-                          "optfuse::are_consumed", "optfuse::complete",
+                          "optfuse::consume_by", "optfuse::are_consumed", "optfuse::complete",
                           "optfuse::lend"}); // know which are
 }
 

@@ -119,4 +119,7 @@ template <class Impl> size_t python_references(const Impl &impl) {
     return impl.pyobj_slot()->load_pyobj() != nullptr ? 1 : 0;
 }
 
+// Its object of Python; or null.
+inline void *python_object(const c10::TensorImpl &impl) { return impl.pyobj_slot()->load_pyobj(); }
+
 } // namespace optfuse

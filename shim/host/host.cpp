@@ -112,12 +112,10 @@ bool are_private(const References *refs) {
 // A tensor that is used in the place of a local tensor, or beside it, launches the update, too; and
 // so does a gradient that is no part of it.
 [[gnu::noinline]] void mark_stands(References *refs) {
-    const Slot *slot = refs->slot;
+    Slot *slot = refs->slot;
+    const c10::StorageImpl *key = refs->storages[0].get();
     Special &special = refs->make_special();
-    const auto add = [&special](c10::TensorImpl *impl) {
-        special.proxies.push_back(impl);
-        mark(impl);
-    };
+    special.proxies.reserve(2);
     if (special.shared_grad.defined() && OF_GUARD(bucket)) {
         c10::TensorImpl *grad = special.shared_grad.unsafeGetTensorImpl();
         special.proxies.push_back(storage_of(grad));
@@ -127,12 +125,19 @@ bool are_private(const References *refs) {
         for (const at::Tensor &alias : slot->aliases)
             mark(alias.unsafeGetTensorImpl());
         for (c10::TensorImpl *wrapper : slot->wrappers)
-            add(wrapper);
-        if (slot->gradient_wrapper != nullptr)
-            add(slot->gradient_wrapper);
+            mark(wrapper);
+        if (slot->wrapped != key) {
+            const Proxies wrappers(slot->wrappers.begin(), slot->wrappers.end());
+            remove_proxies(slot->wrapped, wrappers);
+            add_proxies(slot->wrapped = key, wrappers);
+        }
+        if (slot->gradient_wrapper != nullptr) {
+            special.proxies.push_back(slot->gradient_wrapper);
+            mark(slot->gradient_wrapper);
+        }
     }
     if (!special.proxies.empty())
-        add_proxies(refs->storages[0].get(), special.proxies);
+        add_proxies(key, special.proxies);
 }
 
 // Another thread may make an alias between the look at who holds the memory and the marks, since

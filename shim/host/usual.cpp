@@ -98,8 +98,7 @@ bool is_usual_slot(const Slot *slot, const c10::TensorImpl *p, of_dtype dtype) {
     const Plan *plan = slot->plan;
     const of_rule *rule = plan->rule;
     return storage_of(p) != nullptr && (!rule->runs_programs || has_usual_program(slot)) &&
-           rule->n_counters == 0 && !plan->scalars->scale_gradients() && slot->aliases.empty() && !slot->gradient_is_known &&
-           !slot->reduced &&
+           rule->n_counters == 0 && !plan->scalars->scale_gradients() && !slot->reduced &&
            (slot->tried == ANYWHERE || is_tried(slot, p, dtype));
 }
 
@@ -134,15 +133,21 @@ struct Parts {
     return true;
 }
 
+// is_known: it is no part of the update, see Special::shared_grad.
 template <bool on_gpu>
 [[gnu::always_inline]] inline bool put_gradient(c10::TensorImpl *g, const Yardstick<on_gpu> &like,
-                                                of_inputs *in, Parts *parts) {
+                                                bool is_known, of_inputs *in, Parts *parts) {
     size_t offset;
     if (!like.is_like(g, &offset) || is_any_on_its_way() ||
         (has_mark(g) && (on_gpu || absent_of(storage_of(g)) != nullptr)))
         return false;
     if (has_mark(g) && of_any_pending()) // else its mark is an old one
         launch_others(g, of_launch_at);  // a scaling stays pending: the update applies its factor
+    if (is_known) {
+        in->grad_key = nullptr;
+        in->grad = static_cast<char *>(address(storage_of(g))) + offset;
+        return true;
+    }
     if (!is_private(storage_of(g), 0) || !(in->in_backward || is_held_once(g)))
         return false;
     in->grad_key = storage_of(g);
@@ -197,14 +202,23 @@ template <bool on_gpu>
     return false;
 }
 
-[[gnu::noinline]] void take_gradient(References *refs) {
+[[gnu::noinline]] void take_gradient(References *refs, c10::TensorImpl *g) {
     refs->consumes = true;
     refs->param = reference_to(refs->tensors[PARAM]);
-    refs->grad = refs->tensors[GRAD];
+    refs->grad = g;
+}
+
+// Whether the state of an update without a gradient among its parts is in the gradient's memory.
+[[gnu::noinline]] bool has_state_at(const of_inputs *in, size_t n, const c10::TensorImpl *g) {
+    for (size_t i = GRAD; i < n; i++)
+        if (in->keys[i] == storage_of(g))
+            return true;
+    return false;
 }
 
 // All that can fail has been done.
-[[gnu::noinline, gnu::flatten]] void take(const Parts &parts, size_t n, Slot *slot, of_inputs *in) {
+[[gnu::noinline, gnu::flatten]] void take(const Parts &parts, size_t n, Slot *slot,
+                                          c10::TensorImpl *g, of_inputs *in) {
     auto *refs = new (in->references) References;
     refs->slot = slot;
     refs->storages.begin_with(n, [&](size_t i) {
@@ -215,8 +229,10 @@ template <bool on_gpu>
         return c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
     });
     in->n_keys = refs->n = n;
+    if (slot->gradient_is_known)
+        refs->make_special().shared_grad = reference_to(g);
     if (in->in_backward)
-        take_gradient(refs);
+        take_gradient(refs, g);
 }
 
 // The state that the update uses, a bit each.
@@ -240,19 +256,20 @@ template <bool on_gpu>
     const Yardstick<on_gpu> like(p);
     Parts parts;
     launch_marked(p, of_access);
-    if (!is_private(storage_of(p), 0))
+    if (!is_private(storage_of(p), slot->aliases.size()))
         return false;
+    const bool is_known = slot->gradient_is_known;
     in->param = parts.put(PARAM, p, in, like.begin);
-    if (!put_gradient(g, like, in, &parts))
+    if (!put_gradient(g, like, is_known, in, &parts))
         return false;
-    size_t n = STATE, i = 0;
+    size_t n = is_known ? GRAD : STATE, i = 0;
     for (unsigned left = used_by(slot, in); left != 0; left >>= 1, i++)
         if ((left & 1u) != 0 &&
             !put_state(n++, slot->state[i].unsafeGetTensorImpl(), like, in, &in->state[i], &parts))
             return false;
-    if (!find_step(slot, like, in, &parts, &n))
+    if (!find_step(slot, like, in, &parts, &n) || (is_known && has_state_at(in, n, g)))
         return false;
-    take(parts, n, slot, in);
+    take(parts, n, slot, g, in);
     if (slot->plan->rule->runs_programs)
         take_program(slot, in);
     return true;

@@ -126,26 +126,26 @@ std::vector<size_t> numbers_of(Plan &plan, const std::vector<int64_t> &slots) {
     return numbers;
 }
 
-// Lends the local parameters of DTensors: see autograd/dtensor_gradients.h.
-void lend(int64_t address, const std::vector<int64_t> &slots, const std::vector<at::Tensor> &grads,
-          const std::vector<at::Tensor> &wrappers) {
+// Lends the local parameters of DTensors: see autograd/dtensor_gradients.h. The user has thrown away
+// whatever gradient others have, a consumed one too.
+void lend(int64_t address, const std::vector<int64_t> &slots,
+          const std::vector<at::Tensor> &grads) {
     refuse_fake_tensors("gradients are told");
     Plan &plan = plan_at(address);
+    for (const Slot *slot : plan.slots)
+        if (!slot->wrappers.empty())
+            slot->param->mutable_grad().reset();
     const std::vector<size_t> numbers = numbers_of(plan, slots);
     lend_gradients(plan, numbers, grads);
     if (plan.mode == OF_FORWARD)
-        know_gradients(plan, numbers, grads, wrappers);
+        know_gradients(plan, numbers, grads);
 }
 
-// Whatever gradient these have, a consumed one too, the user has thrown away.
-void discard(int64_t address, const std::vector<int64_t> &slots) {
-    Plan &plan = plan_at(address);
-    for (const size_t slot : numbers_of(plan, slots))
-        plan.slots[slot]->param->mutable_grad().reset();
-}
-
-void take_back(int64_t address, const std::vector<int64_t> &slots) {
-    take_gradients_back(plan_at(address), numbers_of(plan_at(address), slots));
+// stepped: the writes of updates are the DTensors', too.
+void take_back(int64_t address, bool stepped) {
+    for (Slot *slot : plan_at(address).slots)
+        if (!slot->wrappers.empty())
+            take_gradient_back(*slot, stepped);
 }
 
 // Those that have been updated.
@@ -180,12 +180,20 @@ at::Tensor consumed_like(int64_t address, const at::Tensor &local) {
     return make_consumed(local, plan_at(address).steps);
 }
 
-// The local tensors of the DTensors in .grad.
-void consume_all_again(int64_t address, const std::vector<int64_t> &slots,
-                       const std::vector<at::Tensor> &gradients) {
-    Plan &plan = plan_at(address);
-    for (size_t i = 0; i < slots.size(); i++)
-        slot_at(plan, slots[i]).used = consume_again(gradients[i].unsafeGetTensorImpl());
+// The gradients of these DTensors are used up. Returns the slots that need consume_by().
+std::vector<int64_t> consume_all(int64_t address, const std::vector<int64_t> &slots) {
+    std::vector<int64_t> others;
+    for (const int64_t slot : slots)
+        if (!consume(slot_at(plan_at(address), slot)))
+            others.push_back(slot);
+    return others;
+}
+
+// wrapper: a DTensor of `local`, which is consumed.
+void consume_by_wrapper(int64_t address, int64_t index, const at::Tensor &wrapper,
+                        const at::Tensor &local) {
+    consume_wrapper(wrapper, local);
+    consume_by(slot_at(plan_at(address), index), wrapper);
 }
 
 c10::List<bool> are_consumed(const std::vector<at::Tensor> &gradients) {
@@ -301,20 +309,19 @@ TORCH_LIBRARY(optfuse, m) {
     m.def("expect(Tensor[] params, Tensor bucket, int[] offsets, Future(Any) reduction, "
           "int group) -> int[]",
           torch::CppFunction::makeFromBoxedFunction<&optfuse::expect_gradients>());
-    m.def("lend(int plan, int[] slots, Tensor[] grads, Tensor[] wrappers) -> ()", optfuse::lend);
+    m.def("lend(int plan, int[] slots, Tensor[] grads) -> ()", optfuse::lend);
     m.def("know_wrappers(int plan, int slot, Tensor[] wrappers) -> ()", optfuse::know_wrappers);
     m.def("note_versions(int plan, int[] slots) -> ()", optfuse::note_versions_of);
-    m.def("discard(int plan, int[] slots) -> ()", optfuse::discard);
-    m.def("take_back(int plan, int[] slots) -> ()", optfuse::take_back);
+    m.def("take_back(int plan, bool stepped) -> ()", optfuse::take_back);
     m.def("complete(int plan, int[] slots, Tensor[] grads, Tensor[] siblings, bool only_kept) "
           "-> int[]",
           optfuse::complete);
     m.def("know_aliases(int plan, int slot, Tensor[] candidates) -> ()", optfuse::know_aliases);
     m.def("consumed_like(int plan, Tensor local) -> Tensor", optfuse::consumed_like);
-    m.def("consume_again(int plan, int[] slots, Tensor[] gradients) -> ()",
-          optfuse::consume_all_again);
+    m.def("consume(int plan, int[] slots) -> int[]", optfuse::consume_all);
     m.def("are_consumed(Tensor[] gradients) -> bool[]", optfuse::are_consumed);
-    m.def("consume_wrapper(Tensor wrapper, Tensor local) -> ()", optfuse::consume_wrapper);
+    m.def("consume_by(int plan, int slot, Tensor wrapper, Tensor local) -> ()",
+          optfuse::consume_by_wrapper);
     m.def("gpu_bits_differ(str rule, float[] hyper, ScalarType dtype, Device device, str label, "
           "bool mixed) -> bool",
           optfuse::bits_differ);

@@ -89,6 +89,7 @@ struct alignas(OF_CACHE_LINE) UsualSlot {
     // The DTensors of the parameter, which comes first, and its state, which the loader keeps
     // alive.
     std::vector<c10::TensorImpl *> wrappers;
+    const c10::StorageImpl *wrapped = nullptr; // for the updates of this memory they stand (proxies.h)
     at::Tensor consumed; // backward mode: what .grad becomes
     uint64_t used = kNoUse; // and the number of its last use, which step() confirms
     // Backward mode: param_version() and state_version() after the last update, or when they were
@@ -116,6 +117,7 @@ struct Slot : UsualSlot {
     std::shared_ptr<void> promising; // while it lives the gradient may be promised; or null
     // During step(): the DTensor of the gradient, as `wrappers` has that of the parameter.
     c10::TensorImpl *gradient_wrapper = nullptr;
+    at::Tensor consumed_wrapper; // backward mode: what .grad of the DTensor becomes
 
     using UsualSlot::UsualSlot;
     ~Slot();

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "memory/gradient.h"
 #include "memory/heap.h"
+#include "memory/proxies.h"
 #include "plan/scalars.h"
 
 namespace optfuse {
@@ -102,7 +103,10 @@ void set_used(Slot &slot, uint64_t used) {
     slot.used = used;
 }
 
-Slot::~Slot() { forget_slot(this); }
+Slot::~Slot() {
+    remove_proxies(wrapped, Proxies(wrappers.begin(), wrappers.end()));
+    forget_slot(this);
+}
 
 void set_state(Slot &slot, const std::vector<std::optional<at::Tensor>> &state,
                const std::optional<at::Tensor> &step, bool first) {

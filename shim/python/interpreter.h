@@ -36,6 +36,7 @@ typedef struct _object of_object;
     X("PyObject_Type", of_object *(*type_of)(of_object * object) /* a new reference */)            \
     X("PyObject_Str", of_object *(*str)(of_object * object))                                       \
     X("PyObject_GetAttrString", of_object *(*attribute)(of_object * object, const char *name))     \
+    X("PyObject_GetAttr", of_object *(*attribute_of)(of_object * object, of_object * name))        \
     X("PyUnicode_AsUTF8AndSize", const char *(*utf8)(of_object * text, ssize_t * length))          \
     X("PyErr_Fetch", void (*fetch)(of_object * *type, of_object * *value, of_object * *trace))     \
     X("PyErr_Restore", void (*restore)(of_object * type, of_object * value, of_object * trace))    \

@@ -23,6 +23,23 @@ bool of_shim_are_of(void *list, void *type, void *other) {
     return i == n;
 }
 
+bool of_shim_are_in(void *values, void *list, void *name) {
+    if (!of_python_find())
+        return false;
+    const ssize_t n = of_interpreter.list_size(list);
+    for (ssize_t i = 0; i < n; i++) {
+        of_object *const is =
+            of_interpreter.attribute_of(of_interpreter.list_item(list, i), name);
+        if (is)
+            of_interpreter.drop(is); /* the object has its own reference */
+        else
+            of_interpreter.clear();
+        if (!is || is != of_interpreter.list_item(values, i))
+            return false;
+    }
+    return n == of_interpreter.list_size(values);
+}
+
 /* Takes a place in the table of the objects that came before; false: it has one. */
 static bool is_new(of_object **seen, size_t mask, of_object *object) {
     size_t at = (size_t)((uint64_t)(uintptr_t)object >> 4) * 0x9E3779B1u & mask;

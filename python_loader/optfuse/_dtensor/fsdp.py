@@ -22,7 +22,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FSDP}._fsdp_param_group.FSDPParamGroup"
 _COLLECTIVES = f"{_FSDP}._fsdp_collectives"
 
-Siblings = Callable[[], list[Tensor]]
+FLAT = "_sharded_param_data"  # of a unit: the first of aliases_of()
 
 
 class Listener(Protocol):
@@ -30,7 +30,7 @@ class Listener(Protocol):
 
     fresh: list[int]
 
-    def complete(self, siblings: Siblings, only_kept: bool) -> None: ...
+    def complete(self, units: Iterable[Any], only_kept: bool) -> None: ...
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -64,10 +64,6 @@ def aliases_of(unit: Any, local: Tensor) -> list[Tensor]:
     return [tensor for tensor in _candidates(unit, local) if tensor is not None]
 
 
-def has_alias(unit: Any, known: list[Tensor]) -> bool:
-    return bool(known) and unit._sharded_param_data is known[0]
-
-
 def await_gradient(unit: Any) -> None:
     """Up to torch 2.12 FSDP2 copies a gradient that has hooks, too, into pinned memory of the CPU
     without waiting, and waits when backward() ends."""
@@ -98,14 +94,15 @@ def _reduces_alone(group: Any) -> bool:
     return by_fsdp and group._all_reduce_hook is None
 
 
-def _tell(group: Any) -> None:
-    def siblings() -> list[Tensor]:
-        grads = (unit.sharded_param.grad for unit in group.fsdp_params)
-        return [grad._local_tensor for grad in grads if grad is not None]
+def gradients_of(units: Iterable[Any]) -> list[Tensor]:
+    grads = (unit.sharded_param.grad for unit in units)
+    return [grad._local_tensor for grad in grads if grad is not None]
 
+
+def _tell(group: Any) -> None:
     for listener in list(_listeners):
         if listener.fresh:
-            listener.complete(siblings, _reduces_alone(group))
+            listener.complete(group.fsdp_params, _reduces_alone(group))
 
 
 def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +118,7 @@ def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def listen(listener: Listener) -> None:
     """Calls the listener's complete() when the gradients of a group have been reduced, if its hooks
-    have noted one of them: with a function that gives what shares their memory, and whether
+    have noted one of them: with the units whose gradients share their memory, and whether
     whoever else may have that memory only keeps it."""
     global _listening
     _listeners.add(listener)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,10 +20,13 @@ from torch.nn import Parameter
 
 from optfuse._dtensor import fsdp
 from optfuse._gpu import current_stream
-from optfuse._library.bindings import Error, guard, lib
+from optfuse._library.bindings import Error, guard, lib, lib_with_gil
 
 _PLAIN = (Tensor, Parameter)
+_local_tensor_of, _spec_of = map(attrgetter, ("_local_tensor", "_spec"))
+_are_of, _are_in = lib_with_gil.of_shim_are_of, lib_with_gil.of_shim_are_in
 _PLACEMENTS = {"Shard", "_StridedShard", "Replicate"}
+_ENOUGH = 16384  # elements of gradients that wait for others no longer
 
 
 def _class() -> Any:
@@ -93,8 +98,6 @@ def check_layout(what: str, label: str, param: Any, tensor: Any) -> None:
 
 
 def _local_gradient(label: str, param: Any, grad: Any) -> Tensor:
-    if is_dtensor(grad) and grad._spec is param._spec and type(grad._local_tensor) is Tensor:
-        return grad._local_tensor  # type: ignore[no-any-return]
     check_layout("the gradient", label, param, grad)
     local: Any = grad._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
@@ -107,9 +110,9 @@ def _local_gradient(label: str, param: Any, grad: Any) -> Tensor:
     return local  # type: ignore[no-any-return]
 
 
-def _references(grad: Any) -> tuple[int, int]:
-    """To the Python objects of a gradient and of its local tensor."""
-    return sys.getrefcount(grad), sys.getrefcount(grad._local_tensor)
+def _references(grads: list[Any], locals_: list[Any]) -> Iterable[tuple[int, int]]:
+    """To the Python objects of gradients and of their local tensors, which are in these lists."""
+    return zip(map(sys.getrefcount, grads), map(sys.getrefcount, locals_), strict=True)
 
 
 class _Gradient(Tensor):
@@ -124,8 +127,8 @@ def _usual_references() -> tuple[int, int]:
     grad._local_tensor = torch.zeros(1, device="cpu")
     param.grad = grad
     del grad
-    grad = param.grad
-    return _references(grad)
+    grads = [param.grad]
+    return next(iter(_references(grads, list(map(_local_tensor_of, grads)))))
 
 
 class Sharded:
@@ -136,13 +139,12 @@ class Sharded:
         self._labels = labels
         self._params: dict[int, Any] = {i: p for i, p in enumerate(params) if is_dtensor(p)}
         self._locals = {slot: param._local_tensor for slot, param in self._params.items()}
-        self._units = fsdp.units_of(self._params.values())
-        self._aliases: dict[int, list[Tensor]] = {}
-        self._lent: list[int] = []  # slots
-        self._lent_used: list[int] = []  # whose gradients backward has used
-        self._consumed: dict[int, Any] = {}  # by slots: what .grad becomes
+        units = fsdp.units_of(self._params.values())
+        self._units = {i: units[id(p)] for i, p in self._params.items() if id(p) in units}
+        self._flats: dict[int, Tensor] = {}  # through which FSDP2 reads the parameter of a slot
         self._handles: list[Any] = []
         self.fresh: list[int] = []  # slots whose gradient is complete
+        self._forget()
         self.reduced_on: torch.Stream | None = None  # where, on a GPU
         for slot in self._params:
             self._tell_aliases(slot)
@@ -150,9 +152,10 @@ class Sharded:
 
     def _tell_aliases(self, slot: int) -> None:
         """Who else uses the memory of this parameter, as far as it is FSDP2."""
-        unit = self._units.get(id(self._params[slot]))
+        unit = self._units.get(slot)
         known = [] if unit is None else fsdp.aliases_of(unit, self._locals[slot])
-        self._aliases[slot] = known
+        if unit is not None:
+            self._flats[slot] = known[0]
         torch.ops.optfuse.know_aliases(self.plan, slot, known)
 
     def tell_state(self, slot: int, state: list[Any]) -> None:
@@ -164,45 +167,47 @@ class Sharded:
     def are_replaced(self) -> bool:
         """Whether a parameter has got another local tensor: FSDP2 pads it at the first forward
         pass, and Module.to() exchanges it."""
-        locals_ = self._locals
-        return any(p._local_tensor is not locals_[i] for i, p in self._params.items())
+        return not _are_in([*self._locals.values()], [*self._params.values()], "_local_tensor")
 
     def follow(self) -> None:
         """FSDP2 may have replaced the tensors through which it reads a parameter, and nothing
         else."""
-        for slot, param in self._params.items():
-            unit = self._units.get(id(param))
-            if unit is not None and not fsdp.has_alias(unit, self._aliases[slot]):
-                self._tell_aliases(slot)
+        if _are_in([*self._flats.values()], [*self._units.values()], fsdp.FLAT):
+            return
+        for slot in self._units:
+            self._tell_aliases(slot)
+
+    def _gradients(self, slots: list[int]) -> list[Any]:
+        """.grad of these; that attribute takes longer than all else here, for a subclass."""
+        found: list[Any] = []
+        if not lib_with_gil.of_shim_are_gradients(self.plan, slots, found):
+            found = [self._params[slot].grad for slot in slots]
+        return found
+
+    def _local_gradients(self, slots: list[int], grads: list[Any]) -> list[Tensor]:
+        """Raises for one that the library can't use."""
+        cls, params = _class(), [self._params[slot] for slot in slots]
+        if _are_of(grads, cls, cls) and _are_in(list(map(_spec_of, params)), grads, "_spec"):
+            locals_ = list(map(_local_tensor_of, grads))
+            if _are_of(locals_, Tensor, Tensor):
+                return locals_
+        labels = [self._labels[slot] for slot in slots]
+        return list(map(_local_gradient, labels, params, grads))
 
     # ---- step()
 
     def lend(self) -> None:
         """The library sees the gradients. Raises, with nothing lent, for one that it can't use."""
-        slots, grads, wrappers = [], [], []
-        found = {slot: param.grad for slot, param in self._params.items()}
-        gone = [slot for slot, grad in found.items() if grad is None]
-        consumed = _consumed_among(found)
-        for slot, grad in found.items():
-            if grad is not None and slot not in consumed:
-                slots.append(slot)
-                grads.append(_local_gradient(self._labels[slot], self._params[slot], grad))
-                wrappers.append(grad)
-        self._lent = slots
-        if gone:
-            torch.ops.optfuse.discard(self.plan, gone)
-        with torch._C._DisableTorchDispatch():  # of the wrappers it takes the addresses only
-            torch.ops.optfuse.lend(self.plan, slots, grads, wrappers)
-            used = [found[slot] for slot in consumed]
-            self._lent_used = list(consumed)
-            torch.ops.optfuse.lend(self.plan, self._lent_used, used, used)
+        self._forget()
+        slots = [*self._params]
+        grads = self._gradients(slots)
+        if any(map(is_, grads, repeat(None))):
+            there = [grad is not None for grad in grads]
+            slots, grads = list(compress(slots, there)), list(compress(grads, there))
+        torch.ops.optfuse.lend(self.plan, slots, self._local_gradients(slots, grads))
 
     def take_back(self, stepped: bool) -> None:
-        torch.ops.optfuse.take_back(self.plan, self._lent)
-        torch.ops.optfuse.discard(self.plan, self._lent_used)  # nobody else may hold them
-        if stepped and guard("wrapper_version"):
-            torch.autograd.graph.increment_version([self._params[slot] for slot in self._lent])
-        self._lent = self._lent_used = []
+        torch.ops.optfuse.take_back(self.plan, stepped)
 
     # ---- backward mode
 
@@ -214,8 +219,7 @@ class Sharded:
         for slot, param in self._params.items():
             if not param.requires_grad:
                 continue
-            is_reduced = id(param) in self._units
-            hook = _note(myself, slot) if is_reduced else _complete(myself, slot)
+            hook = _note(myself, slot) if slot in self._units else _complete(myself, slot)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))
         if self._units:
             fsdp.listen(self)
@@ -225,83 +229,78 @@ class Sharded:
             handle.remove()
         self._handles = []
 
-    def _completed(self, noted: list[int]) -> tuple[list[int], list[Tensor]]:
-        """Slots whose gradients nobody else has, who could change them before step(); and
-        their local gradients."""
-        usual = _usual_references() if guard("held") else (sys.maxsize, sys.maxsize)
-        cls = _class()
-        slots, grads = [], []
-        kept = {slot: self._consumed[slot] for slot in noted if slot in self._consumed}
-        for slot in kept.keys() - _consumed_among(kept):
-            del self._consumed[slot], kept[slot]  # zeroed in place, and added to since
-        del kept
-        for slot in noted:
-            param = self._params[slot]
-            grad = param.grad
-            if type(grad) is not cls or param._local_tensor is not self._locals[slot]:
-                continue
-            whole, local = _references(grad)
-            if whole <= usual[0] and local <= usual[1]:
-                slots.append(slot)
-                grads.append(_local_gradient(self._labels[slot], param, grad))
-        return slots, grads
+    def _forget(self) -> None:
+        """The gradients that wait are left to step()."""
+        self._waiting: list[int] = []
+        self._of_groups: list[Any] = []  # the units of their groups
+        self._elements, self._pass = 0, -1  # of them all; the backward pass
 
-    def complete(self, siblings: fsdp.Siblings, only_kept: bool) -> None:
-        """The gradients of self.fresh are complete: their updates run where nobody else knows
-        them, and the others are left to step(). siblings: what uses the same memory. only_kept:
-        nobody writes to what they are views of."""
+    def _known(self, noted: list[int]) -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Slots whose gradients nobody else has, who could change them before step(); their local
+        gradients; and those of all."""
+        usual = _usual_references() if guard("held") else (sys.maxsize, sys.maxsize)
+        cls, params = _class(), self._params
+        slots = [slot for slot in noted if params[slot]._local_tensor is self._locals[slot]]
+        grads = self._gradients(slots)
+        if not _are_of(grads, cls, cls):
+            there = [type(grad) is cls for grad in grads]
+            slots, grads = list(compress(slots, there)), list(compress(grads, there))
+        locals_ = list(map(_local_tensor_of, grads))
+        held = _references(grads, locals_)
+        alone = [whole <= usual[0] and local <= usual[1] for whole, local in held]
+        slots, grads = list(compress(slots, alone)), list(compress(grads, alone))
+        return slots, self._local_gradients(slots, grads), locals_
+
+    def complete(self, units: Iterable[Any], only_kept: bool) -> None:
+        """The gradients of self.fresh are complete. units: those of FSDP2 whose gradients use the
+        same memory. only_kept: nobody writes to what they are views of; then a few small ones wait
+        for those of other groups."""
         noted, self.fresh = self.fresh, []
-        if torch._C._current_graph_task_id() == -1:
+        this = torch._C._current_graph_task_id()
+        if this == -1:
             return  # FSDP2 was told to reduce after backward()
-        slots, grads = self._completed(noted)
+        begins = this != self._pass
+        if begins:
+            self._forget()  # of a pass that has failed, or that this one is inside of
+            self._pass = this
+        elif not only_kept:
+            self._update(True)
+        self._waiting += noted
+        self._of_groups += units
+        self._elements += sum(self._locals[slot].numel() for slot in noted)
+        waits = only_kept and self.reduced_on is None and self._elements < _ENOUGH
+        if begins or not waits:
+            self._update(only_kept)
+
+    def end_pass(self) -> None:
+        if self._waiting and self._pass == torch._C._current_graph_task_id():
+            self._update(True)
+        self._forget()
+
+    def _update(self, only_kept: bool) -> None:
+        """Updates of gradients that wait run where nobody else knows these, and the others are
+        left to step()."""
+        slots, grads, siblings = self._known(self._waiting)
+        siblings += fsdp.gradients_of(set(self._of_groups).difference(self._units.values()))
+        self._waiting, self._of_groups, self._elements = [], [], 0
         for slot in slots:
-            if unit := self._units.get(id(self._params[slot])):
-                fsdp.await_gradient(unit)
+            if slot in self._units:
+                fsdp.await_gradient(self._units[slot])
         updated = None
         try:
             with fsdp.on(self.reduced_on):
-                updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings(), only_kept)
+                updated = torch.ops.optfuse.complete(self.plan, slots, grads, siblings, only_kept)
         finally:
             if updated is None:
                 updated = [slot for slot in slots if lib.of_shim_is_updated(self.plan, slot)]
             self._consume(updated)
 
     def _consume(self, slots: list[int]) -> None:
-        for slot in slots:
-            param = self._params[slot]
-            if slot not in self._consumed or _is_kept(self._consumed, slot):
-                self._consumed[slot] = _consumed(self.plan, param, self._locals[slot])
-            param.grad = self._consumed[slot]
-        consumed = [self._consumed[slot]._local_tensor for slot in slots]
-        torch.ops.optfuse.consume_again(self.plan, slots, consumed)
-        torch.autograd.graph.increment_version([self._params[slot] for slot in slots])
-        torch.ops.optfuse.note_versions(self.plan, slots)
-
-
-_ALONE = {0: object()}
-
-
-def _is_kept(consumed: dict[int, Any], slot: int) -> bool:
-    """Whether a script still has one that has been .grad."""
-    return sys.getrefcount(consumed[slot]) > sys.getrefcount(_ALONE[0])
-
-
-def _consumed(plan: int, param: Any, local: Tensor) -> Any:
-    """A DTensor that reads as a consumed gradient."""
-    consumed = torch.ops.optfuse.consumed_like(plan, local)
-    wrapper: Any = _class()(consumed, param._spec, requires_grad=False)
-    with torch._C._DisableTorchDispatch():
-        torch.ops.optfuse.consume_wrapper(wrapper, consumed)
-    wrapper._optfuse_consumed = True
-    return wrapper
-
-
-def _consumed_among(grads: dict[int, Any]) -> set[int]:
-    """The slots of gradients that are consumed, and have not been zeroed in place since."""
-    made = {slot: grad for slot, grad in grads.items() if hasattr(grad, "_optfuse_consumed")}
-    with torch._C._DisableTorchDispatch():
-        consumed = torch.ops.optfuse.are_consumed(list(made.values())) if made else []
-    return {slot for slot, is_consumed in zip(made, consumed, strict=True) if is_consumed}
+        for slot in torch.ops.optfuse.consume(self.plan, slots):
+            local = torch.ops.optfuse.consumed_like(self.plan, self._locals[slot])
+            made: Any = _class()(local, self._params[slot]._spec, requires_grad=False)
+            with torch._C._DisableTorchDispatch():
+                torch.ops.optfuse.consume_by(self.plan, slot, made, local)
 
 
 Hook = Callable[[Tensor], None]
@@ -312,7 +311,7 @@ def _note(sharded: weakref.ref[Sharded], slot: int) -> Hook:
         known = sharded()
         if known is not None:
             known.fresh.append(slot)
-            known.reduced_on = current_stream(param.device)
+            known.reduced_on = None if param.is_cpu else current_stream(param.device)
 
     return note
 
@@ -322,6 +321,6 @@ def _complete(sharded: weakref.ref[Sharded], slot: int) -> Hook:
         known = sharded()
         if known is not None:
             known.fresh.append(slot)
-            known.complete(list, False)
+            known.complete((), False)
 
     return complete

@@ -132,6 +132,8 @@ _WITH_GIL: _Prototypes = {
     "of_shim_watch_attributes": (_Int, [_Object, _Object, _Object, _Size]),
     "of_shim_are_of": (_Bool, [_Object, _Object, _Object]),
     "of_shim_are_once": (_Bool, [_Object, _Object]),
+    "of_shim_are_in": (_Bool, [_Object, _Object, _Object]),
+    "of_shim_are_gradients": (_Bool, [_Plan, _Object, _Object]),
     "of_shim_call_first": (_Int, [_Object, _Text, _Size, _Bool, _Object]),
 }
 
