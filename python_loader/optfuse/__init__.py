@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from optfuse._arguments.modes import Backward, DDPModel, Delay, Forward
     from optfuse._clipping.clip_norm import clip_grad_norm_
     from optfuse._fuse import flush, fuse, unfuse
+    from optfuse._masters import masters
     from optfuse._process import keep_memory
     from optfuse._random_bits import random_bits
     from optfuse._registered import register
@@ -54,6 +55,7 @@ __all__ = [
     "fuse",
     "keep_memory",
     "kfac",
+    "masters",
     "optim",
     "pipeline",
     "random_bits",

@@ -21,6 +21,7 @@ HOMES = {
         **dict.fromkeys(("flush", "fuse", "unfuse"), "optfuse._fuse"),
         "Error": "optfuse._library.bindings",
         "keep_memory": "optfuse._process",
+        "masters": "optfuse._masters",
         "random_bits": "optfuse._random_bits",
         "register": "optfuse._registered",
         **dict.fromkeys(("Summary", "explain", "summary"), "optfuse._summary"),

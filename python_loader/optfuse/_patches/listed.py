@@ -335,6 +335,10 @@ DISTRIBUTED = Lists(
     ),
 )
 
+#: Checked where the first masters are made.
+_ZEROES = "it zeroes the gradients of the weights that an optimizer's masters stand for"
+MASTERS = Lists((Patch("torch.optim.Optimizer.zero_grad", _ZEROES, ("self", "set_to_none")),), ())
+
 _BACKWARD = "torch.distributed.pipelining._backward"
 _APART = "it computes dX and dW of a layer apart, with the bits of one backward pass"
 

@@ -29,7 +29,7 @@ _KEEP = "use one of the releases above, or don't fuse"
 
 def findings() -> Iterator[Finding]:
     """The library is connected with torch here."""
-    lists = [listed.EVERYWHERE, listed.FINAL_UPDATES, listed.WATCHED]
+    lists = [listed.EVERYWHERE, listed.FINAL_UPDATES, listed.MASTERS, listed.WATCHED]
     if torch.distributed.is_available():
         lists += [listed.AWAITED, listed.DISTRIBUTED, listed.PIPELINES]
     changed = [change for each in lists for change in replacing.changes(each)]

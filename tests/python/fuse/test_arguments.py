@@ -80,6 +80,7 @@ RIGHT = {
     "explain": lambda world: {"optimizer": world.fused},
     "accumulate": lambda world: {},
     "clip_grad_norm_": lambda world: {"parameters": world.fused, "max_norm": 1.0},
+    "masters": lambda world: {"params": world.other.parameters()},
     "reorder": lambda world: {"model": world.other, "schedule": "stock"},
     "kfac": lambda world: {"model": world.other, "optimizer": instance(world)},
     "register": lambda world: {"cls": torch.optim.AdamW},
@@ -131,6 +132,10 @@ WRONG = {
     "unfuse": {"optimizer": (None, *NOT_FUSED)},
     "flush": {"optimizer": NOT_FUSED},
     "keep_memory": {},
+    "masters": {
+        "params": (None, 3, "0.weight", net(), ["0.weight"], lambda w: [w.model.parameters()]),
+        "dtype": (None, "float32", torch.int32, float),
+    },
     "drain": {"optimizer": (None, *NOT_FUSED)},
     "summary": {"optimizer": (None, *NOT_FUSED)},
     "explain": {"optimizer": (None, *NOT_FUSED)},

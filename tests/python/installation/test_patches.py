@@ -50,7 +50,7 @@ def test_this_release_has_what_is_replaced_as_the_tested_ones_have():
     assert replacing.changes() == []
 
 
-@pytest.mark.parametrize("name", ["AWAITED", "DISTRIBUTED", "FINAL_UPDATES"])
+@pytest.mark.parametrize("name", ["AWAITED", "DISTRIBUTED", "FINAL_UPDATES", "MASTERS"])
 def test_this_release_has_what_several_processes_need_as_the_tested_ones_have(name):
     assert replacing.changes(getattr(listed, name)) == []
 
