@@ -61,20 +61,6 @@ at::Tensor frozen(const c10::OperatorHandle &op, const at::Tensor &tensor) {
     return tensor.clone();
 }
 
-void run(Node *node, StreamNumber stream) {
-    if (node->again != nullptr) {
-        node->again(node->work, handle_of(stream));
-        return;
-    }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    torch::jit::Stack stack = node->arguments;
-    node->given = 0;
-    const Running here(node);
-    node->op->redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &stack);
-    TORCH_CHECK(node->given == node->made.size(), node->op->schema().name(),
-                " made less memory in a replay");
-}
-
 } // namespace
 
 void *memory_again() {
@@ -125,6 +111,20 @@ void Recorded::operator()(const c10::OperatorHandle &op, c10::DispatchKeySet key
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
 namespace {
+
+void run(Node *node, StreamNumber stream) {
+    if (node->again != nullptr) {
+        node->again(node->work, handle_of(stream));
+        return;
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    torch::jit::Stack stack = node->arguments;
+    node->given = 0;
+    const Running here(node);
+    node->op->redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &stack);
+    TORCH_CHECK(node->given == node->made.size(), node->op->schema().name(),
+                " made less memory in a replay");
+}
 
 // torch.accelerator.Graph's part on this device.
 struct GraphOfDevice final : at::GraphImplInterface {
