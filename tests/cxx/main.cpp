@@ -17,6 +17,8 @@ static bool has_python() {
 int main(int argc, char **argv) {
     if (argc > 3 && std::string(argv[1]) == "device")
         on_gpu::play(argv[2], argv[3]);
+    if (argc > 1 && std::string(argv[1]) == "cuda")
+        on_gpu::play_real();
     test_training();
     test_distance();
     test_threads();

@@ -13,5 +13,7 @@ void test_refusals(); // refusals.cpp
 void test_lifetime();
 
 namespace on_gpu {
-void play(const char *device, const char *kernels); // ../device/cxx.cpp; does not return
+// ../device/cxx.cpp: on the played GPU, and on the machine's own. Neither returns.
+void play(const char *device, const char *kernels);
+void play_real();
 }

@@ -126,7 +126,7 @@ def sequence(call: str | None) -> list[tuple[Maker, float]]:
     """Parts after the build, and the seconds that are kept for each by those before it."""
     first = [(kernels, 20.0), (mended, 60.0), (captured, 230.0)]
     second = [(more_captured, 180.0), (bits, 120.0), (transparency, 90.0), (controls, 30.0)]
-    second += [(random_programs, 30.0)]
+    second += [(random_programs, 30.0), (cxx_door, 20.0)]
     third = [(benchmark, 130.0), (bandwidth, 30.0), (recorded_times, 30.0), (fused_pass, 30.0)]
     third += [(sanitizers, 80.0), (layers, 50.0), (promises, 60.0), (from_ptx, 30.0)]
     short = [*first, (bits, 60.0), (benchmark, 100.0), *second[3:]]
@@ -246,6 +246,20 @@ def mended(plan: Plan) -> Part:
     chosen = ["-k", "only_steps or operators or styles or in_a_graph"]
     files = ["test_gpu_recorded", "test_gpu_programs", "test_graphs"]
     return tests(plan, "what failed before", 100.0, device=files, chosen=chosen)
+
+
+@on_gpu
+def cxx_door(plan: Plan) -> Part:
+    """A program without Python, whose libraries are this Python's. Only builds with tests have it:
+    it takes a minute to compile."""
+    name, program = "a C++ program's bits", plan.build / "tests" / "cxx" / "test_cxx"
+    found = importlib.util.find_spec("torch")
+    if not program.exists() or not found or not found.origin:
+        missing = Verdict(NOT_RUN, "the build has no test_cxx: --built, of one with -Dtests=true")
+        return Part(name, [], 0, CHECKS, lambda _: missing)
+    folders = Path(found.origin).parent / "lib", plan.build / "shim", plan.build / "python_loader"
+    where = {"LD_LIBRARY_PATH": os.pathsep.join(map(str, folders))}
+    return Part(name, [Command([str(program), "cuda"], where)], 60, CHECKS)
 
 
 @on_gpu

@@ -41,7 +41,7 @@ def test_the_three_calls_have_every_part(tmp_path: Path) -> None:
     third += ["K-FAC and another order of backward", "tests of promises"]
     assert names == {
         "1": ["build", *first],
-        "2": ["build", *second, "random programs"],
+        "2": ["build", *second, "random programs", "a C++ program's bits"],
         "3": ["build", *third, "kernels compiled by the driver"],
     }
 
