@@ -40,12 +40,10 @@ LEFT_OUT_WHERE_IT_IS_PLAYED = {
     # p.data = launches nothing there.
     r"another_dtype|forward-(write|new_data|vector_to_parameters|cast_before_step)\]": NOT_PLAYED,
     r"replace_gradients_by_zeros": NOT_PLAYED,
-    r"-(change_the_objects|average_by_other_kinds)\]": "float64 rates, and Adafactor's roundings",
-    r"change_groups\]": "Adafactor's last bit is another one, RMSprop doesn't raise: not explained",
+    r"backward-change_groups\]": "RMSprop's counters are on the default device",
     r"clip_(act_and_step|step_and_act)\]": "cond of a gradient that waits: not implemented there",
     r"backward-(step_with_a_closure_that_it_ignores|notes_before_step)\]": "of classes that are "
     "left to step() on GPUs",
-    r"forward-change_state\]": "Adafactor's last bit is another one there: not explained",
     r"backward-swap_tensors_before_step\]": "swap_tensors() raises there: not explained",
     r"backward-(read|read_a_gradient|change_state)\]": "long, and played in forward mode",
 }
@@ -69,6 +67,7 @@ def use() -> None:
         import gpu
 
         gpu.load()
+        torch.ops.fakecuda.set_rounds_as_cuda(True)  # as programs do
     if DEVICE:
         torch.set_default_device(DEVICE)
         torch.backends.cudnn.deterministic = True  # or stock differs from itself
