@@ -20,13 +20,17 @@ static bool note_thread(of_plan *plan, bool foreign) {
     return true;
 }
 
-/* A CUDA graph must not depend on an update that runs once, outside of the graph. */
+/* A CUDA graph must not depend on an update that runs once, outside of the graph; nor may one that
+ * was to be in a graph run outside. */
 static bool may_use(const of_update *update, const of_stream *user) {
     if (user->capture == update->in.stream.capture || !OF_GUARD(capture))
         return true;
-    of_set_error("a CUDA graph is being captured, and its code uses a parameter, gradient or "
-                 "optimizer state with an update from outside of the capture; call "
-                 "optfuse.flush() and torch.cuda.synchronize() before the capture");
+    of_set_error(user->capture != 0
+                     ? "a CUDA graph is being captured, and its code uses a parameter, gradient or "
+                       "optimizer state with an update from outside of the capture; call "
+                       "optfuse.flush() and torch.cuda.synchronize() before the capture"
+                     : "an update made inside a CUDA graph capture was left behind by it, whose "
+                       "end was not PyTorch's; call optfuse.flush() before the capture ends");
     return false;
 }
 

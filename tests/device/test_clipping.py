@@ -331,6 +331,20 @@ def test_in_a_capture_gradients_are_multiplied_where_the_update_reads_them(relea
     settle()
 
 
+def test_a_capture_that_ends_unseen_with_a_clipped_gradient_is_named():
+    optimizer, model = trained()
+    drain_all()
+    settle()
+    with captured(gpu.stream()):
+        backward(model, optimizer, 1)
+        clip(optimizer)
+    with pytest.raises(optfuse.Error, match=r"left behind by it.*call optfuse.flush\(\) before"):
+        model[0].weight.grad.add(1)
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+    settle()
+
+
 def test_a_capture_refuses_a_gradient_that_was_clipped_outside():
     optimizer, model = trained()
     backward(model, optimizer, 1)

@@ -274,3 +274,42 @@ def test_a_stream_that_waits_for_a_capture_is_captured_and_has_to_be_waited_for(
         a.wait_stream(b)
     assert not gpu.races()
     gpu.synchronize()
+
+
+replayed = pytest.mark.skipif(not gpu.REPLAYS, reason="no graph of this torch can be played")
+
+
+@replayed
+def test_a_graph_runs_in_its_replays_and_not_before():
+    x, seen = torch.zeros(4, device=NAME), []
+
+    def work():
+        seen.append(nn.functional.linear(x, x.expand(4, 4)))  # views, and memory of its own
+        x.add_(1)
+
+    graph = gpu.graph_of(work)
+    assert x.cpu().eq(0).all() and not seen[0].cpu().eq(0).any()  # there is nothing yet
+    for i in range(4):
+        graph.replay()
+        assert seen[0].cpu().eq(4 * i * i).all() and x.cpu().eq(i + 1).all()
+
+
+@replayed
+def test_a_graph_reads_memory_that_is_free_where_its_input_is_gone():
+    x = torch.ones(4, device=NAME)
+    graph = gpu.graph_of(lambda: x.mul_(2))
+    gpu.settle()
+    del x
+    graph.replay()
+    (race, *_) = gpu.races()
+    assert "memory that is free" in race
+    gpu.clear()
+
+
+@replayed
+@pytest.mark.parametrize("work", [lambda x: x.sum().item(), lambda x: x.copy_(torch.ones(4))])
+def test_what_no_graph_can_have_is_refused_in_a_capture(work):
+    x = torch.zeros(4, device=NAME)
+    with pytest.raises(RuntimeError, match="captur"):
+        gpu.graph_of(lambda: work(x))
+    gpu.settle()
