@@ -30,7 +30,7 @@ static bool may_use(const of_update *update, const of_stream *user) {
                        "optimizer state with an update from outside of the capture; call "
                        "optfuse.flush() and torch.cuda.synchronize() before the capture"
                      : "an update made inside a CUDA graph capture was left behind by it, whose "
-                       "end was not PyTorch's; call optfuse.flush() before the capture ends");
+                       "end was not PyTorch's; flush the optimizer before the capture ends");
     return false;
 }
 

@@ -296,10 +296,10 @@ def test_a_graph_runs_in_its_replays_and_not_before():
 
 @replayed
 def test_a_graph_reads_memory_that_is_free_where_its_input_is_gone():
-    x = torch.ones(4, device=NAME)
-    graph = gpu.graph_of(lambda: x.mul_(2))
+    inputs = [torch.ones(4, device=NAME)]
+    graph = gpu.graph_of(lambda: inputs[0].mul_(2))
     gpu.settle()
-    del x
+    inputs.clear()
     graph.replay()
     (race, *_) = gpu.races()
     assert "memory that is free" in race
