@@ -48,6 +48,7 @@ TORCH_LIBRARY(fakecuda, m) {
     m.def("clear", fake::clear);
     m.def("set_watching", fake::set_watching);
     m.def("set_logging", fake::set_logging);
+    m.def("bytes_moved", fake::bytes_moved);
     m.def("launches", fake::launches);
     m.def("set_capture", fake::set_capture_of);
     m.def("watcher", fake::watcher);

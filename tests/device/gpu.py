@@ -187,6 +187,14 @@ def launches(work: Callable[[], object]) -> list[tuple[str, str]]:
         torch.ops.fakecuda.set_logging(False)
 
 
+def bytes_moved(work: Callable[[], object]) -> int:
+    """How many the launches of `work` read and write."""
+    only_played()
+    before = torch.ops.fakecuda.bytes_moved()
+    work()
+    return torch.ops.fakecuda.bytes_moved() - before
+
+
 def operators(work: Callable[[], object]) -> list[str]:
     """The names of launches()."""
     return [name.split()[0] for name, _ in launches(work)]

@@ -119,6 +119,7 @@ std::vector<std::string> races();
 void clear();
 // A log of launches since log(true): "name on stream".
 void set_logging(bool logging);
+int64_t bytes_moved(); // ever, by launches
 std::vector<std::string> launches();
 
 } // namespace fake

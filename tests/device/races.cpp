@@ -91,6 +91,10 @@ uint64_t launch_at(World &w, StreamNumber stream, const std::string &name,
         arrive_at(w, stream, range);
         touch(w, stream, time, name, range);
     }
+    // Our kernels read what they write; that of scalings says so itself.
+    const bool reads = name.rfind("of_cuda_", 0) == 0 && name.rfind("of_cuda_scaling_", 0) != 0;
+    for (const Range &range : ranges)
+        w.moved += static_cast<int64_t>(range.bytes) * (range.write && reads ? 2 : 1);
     if (w.logging)
         w.launches.push_back(name + " on " + name_of(stream));
     return time;
@@ -143,6 +147,12 @@ void set_logging(bool logging) {
     const std::lock_guard<std::mutex> guard(w.lock);
     w.logging = logging;
     w.launches.clear();
+}
+
+int64_t bytes_moved() {
+    World &w = world();
+    const std::lock_guard<std::mutex> guard(w.lock);
+    return w.moved;
 }
 
 std::vector<std::string> launches() {

@@ -308,8 +308,10 @@ def test_gradients_that_others_see_are_multiplied_at_once():
 # Captures
 
 
-@pytest.mark.parametrize("released", [True, False])
-def test_in_a_capture_gradients_are_multiplied_where_the_update_reads_them(released):
+@pytest.mark.parametrize(("released", "bytes_an_element"), [(True, 32), (False, 40)])
+def test_in_a_capture_gradients_are_multiplied_where_the_update_reads_them(
+    released, bytes_an_element
+):
     """In memory, too, if somebody has them in the end: in one launch."""
 
     def end_of_an_iteration():
@@ -320,14 +322,16 @@ def test_in_a_capture_gradients_are_multiplied_where_the_update_reads_them(relea
         optfuse.flush(optimizer)  # what capture_end calls first
 
     optimizer, model = trained()
+    elements, names = sum(p.numel() for p in model.parameters()), []
     drain_all()
     settle()
     with captured(gpu.stream()):
         backward(model, optimizer, 1)
-        names = gpu.operators(end_of_an_iteration)
+        moved = gpu.bytes_moved(lambda: names.extend(gpu.operators(end_of_an_iteration)))
     multiplied = [name for name in names if name.startswith("of_cuda_scaling")]
     assert names.count(MULTIPLIES) == 1 and READS_A_NUMBER not in names, names  # the factor
     assert len(multiplied) == (not released), names
+    assert moved // elements == bytes_an_element
     settle()
 
 

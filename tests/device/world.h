@@ -60,6 +60,7 @@ struct World {
     std::vector<Late> late; // in the order in which they were launched
     std::vector<std::string> races, launches;
     bool watching = true, logging = false, replaying = false;
+    int64_t moved = 0; // bytes
 
     World();
     Clock &host() { return streams[HOST].clock; }
