@@ -5,6 +5,7 @@ Hooks around step() copy gradients down before the update and masters up behind 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, optimizer
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from optfuse import _process
-from optfuse._arguments.check import FLOATING, PARAMETERS, checked, parameters_of
+from optfuse._arguments.check import PARAMETERS, Kind, checked, need, parameters_of
 from optfuse._bits import same_bits
 from optfuse._clipping import one_call
 from optfuse._library.bindings import Error
@@ -28,7 +29,7 @@ class _Twin:
     """The weight of one master, which knows it weakly."""
 
     def __init__(self, master: Parameter, weight: Tensor, label: str) -> None:
-        self._weight, self.label = TensorWeakRef(weight), label
+        self.master, self._weight, self.label = TensorWeakRef(master), TensorWeakRef(weight), label
         self.spare: Tensor | None = None  # memory of the master's gradient, between two steps
         self.note(master)
 
@@ -60,12 +61,13 @@ class _Twin:
             )
 
 
-_twins: Any = WeakTensorKeyDictionary()  # of all masters
+_twins: dict[int, _Twin] = {}  # by their masters' ids
 
 
 def _pairs(tensors: Iterable[Tensor]) -> list[tuple[Any, _Twin]]:
     """The masters among them, and their twins."""
-    return [(tensor, twin) for tensor in tensors if (twin := _twins.get(tensor)) is not None]
+    found = ((tensor, _twins[id(tensor)]) for tensor in tensors if id(tensor) in _twins)
+    return [(master, twin) for master, twin in found if twin.master() is master]
 
 
 class Masters(list[Parameter]):
@@ -89,7 +91,12 @@ class Masters(list[Parameter]):
         return list, (list(self),)  # a copy has no weights
 
 
-@checked(params=PARAMETERS, dtype=FLOATING)
+def _floating(value: Any) -> torch.dtype:
+    need(isinstance(value, torch.dtype) and value.is_floating_point)
+    return value  # type: ignore[no-any-return]
+
+
+@checked(params=PARAMETERS, dtype=Kind("a floating-point dtype, such as torch.float32", _floating))
 def masters(params: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Masters:
     """Parameters on the CPU for an optimizer to train in the place of a model's weights.
 
@@ -123,7 +130,8 @@ def masters(params: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Mas
     made = Masters()
     for weight, label in zip(weights, labels, strict=True):
         master = Parameter(weight.detach().to("cpu", dtype, copy=True), weight.requires_grad)
-        _twins[master] = _Twin(master, weight, label)
+        _twins[id(master)] = _Twin(master, weight, label)
+        weakref.finalize(master, _twins.pop, id(master), None)
         made.append(master)
     return made
 
@@ -216,9 +224,9 @@ def _start() -> None:
     @functools.wraps(unscale)
     def unscale_grads(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         params = parameters_of(optimizer)
-        if _pairs(params):
-            weights = [p if (twin := _twins.get(p)) is None else twin.weight for p in params]
-            optimizer = SimpleNamespace(param_groups=[{"params": weights}])
+        if weights := {id(master): twin.weight for master, twin in _pairs(params)}:
+            params = [weights.get(id(param), param) for param in params]
+            optimizer = SimpleNamespace(param_groups=[{"params": params}])
         return unscale(self, optimizer, *args, **kwargs)
 
     optimizer.register_optimizer_step_pre_hook(_before_step)

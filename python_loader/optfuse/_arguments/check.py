@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -244,11 +243,6 @@ def _eager(value: Any) -> list[Tensor]:
     return tensors(value)
 
 
-def _floating(value: Any) -> torch.dtype:
-    need(isinstance(value, torch.dtype) and value.is_floating_point)
-    return value  # type: ignore[no-any-return]
-
-
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -346,6 +340,5 @@ DELAY_STEPS = Kind(
 PROCESS_GROUP = Kind("a process group of torch.distributed", _process_group)
 COMM_HOOK = Kind("a pair (state, hook)", _comm_hook)
 EAGER = Kind("a list, or another iterable, of parameters of the optimizer", _eager)
-FLOATING = Kind("a floating-point dtype, such as torch.float32", _floating)
 PARAMETERS = Kind("an optimizer, a tensor or an iterable of tensors", _parameters)
 AB_VARIANTS = Kind("a mapping of names to functions that take an optimizer", _variants)

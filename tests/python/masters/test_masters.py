@@ -467,6 +467,9 @@ def test_masters_have_shapes_order_and_dtype_and_need_gradients_as_their_weights
         for m, w in zip(masters, model.parameters(), strict=True):
             assert type(m) is nn.Parameter and m.is_leaf and m.requires_grad is w.requires_grad
             assert_same("its number", m.detach(), w.detach().cpu().to(dtype))
+    weight = nn.Parameter(torch.ones(3, device="cpu"))
+    optfuse.masters([weight])[0].detach().zero_()
+    assert weight.sum() == 3, "a master has the memory of its weight"
     assert optfuse.masters([]) == []
 
 
