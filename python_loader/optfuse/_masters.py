@@ -28,8 +28,9 @@ from optfuse._patches.replacing import replace, warn_of_changes
 class _Twin:
     """The weight of one master, which knows it weakly."""
 
-    def __init__(self, master: Parameter, weight: Tensor, label: str) -> None:
-        self.master, self._weight, self.label = TensorWeakRef(master), TensorWeakRef(weight), label
+    def __init__(self, master: Parameter, weight: Tensor, number: int) -> None:
+        self.master, self._weight = TensorWeakRef(master), TensorWeakRef(weight)
+        self.label = f"weight {number} of shape {tuple(weight.shape)}"
         self.spare: Tensor | None = None  # memory of the master's gradient, between two steps
         self.note(master)
 
@@ -43,11 +44,10 @@ class _Twin:
         return found  # type: ignore[no-any-return]
 
     def note(self, master: Parameter) -> None:
-        """The two are one number."""
         self.versions = self.weight._version, master._version
 
     def check(self, master: Parameter) -> None:
-        """Before step(): they still are, as far as versions tell."""
+        """Before step(): the two are one number, as far as versions tell."""
         if (self.weight._version, master._version) != self.versions:
             which = "" if self.weight._version != self.versions[0] else "the master of "
             raise Error(
@@ -120,17 +120,16 @@ def masters(params: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Mas
     longer exists, or if a master has a gradient of its own; functions that clip do for masters.
     """
     weights = list(params)
-    labels = [f"weight {i} of shape {tuple(weight.shape)}" for i, weight in enumerate(weights)]
     if len(set(map(id, weights))) < len(weights):
         raise Error("optfuse: masters() got a weight twice; pass each one once")
-    for weight, label in zip(weights, labels, strict=True):
+    for i, weight in enumerate(weights):
         if reason := _unfit(weight, dtype):
-            raise Error(f"optfuse: masters() can't take {label}: {reason}")
+            raise Error(f"optfuse: masters() can't take weight {i} of {len(weights)}: {reason}")
     _start()
     made = Masters()
-    for weight, label in zip(weights, labels, strict=True):
+    for i, weight in enumerate(weights):
         master = Parameter(weight.detach().to("cpu", dtype, copy=True), weight.requires_grad)
-        _twins[id(master)] = _Twin(master, weight, label)
+        _twins[id(master)] = _Twin(master, weight, i)
         weakref.finalize(master, _twins.pop, id(master), None)
         made.append(master)
     return made
