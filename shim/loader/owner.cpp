@@ -197,9 +197,11 @@ bool of_shim_are_gradients(of_shim_plan *handle, void *slots, void *list) {
     const std::vector<optfuse::Slot *> &known = optfuse::plan_of(handle)->slots;
     auto *const numbers = static_cast<of_object *>(slots), *to = static_cast<of_object *>(list);
     for (ssize_t i = 0; i < of_interpreter.list_size(numbers); i++) {
-        const long slot = of_interpreter.number(of_interpreter.list_item(numbers, i));
-        const at::Tensor &grad =
-            optfuse::gradient_of(known.at(static_cast<size_t>(slot))->wrappers.at(0));
+        const auto slot = static_cast<size_t>(
+            of_interpreter.number(of_interpreter.list_item(numbers, i)));
+        if (slot >= known.size() || known[slot]->wrappers.empty())
+            return false;
+        const at::Tensor &grad = optfuse::gradient_of(known[slot]->wrappers[0]);
         void *const object = grad.defined() ? optfuse::python_object(*grad.unsafeGetTensorImpl())
                                             : of_interpreter.none;
         if (object == nullptr || of_interpreter.append(to, static_cast<of_object *>(object)) != 0)

@@ -33,7 +33,7 @@ class Listener(Protocol):
     def complete(self, units: Iterable[Any], only_kept: bool) -> None: ...
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_noting: list[weakref.ref[Any]] = []  # listeners, called by the reduction that is under way
 _listening = False
 
 
@@ -100,8 +100,11 @@ def gradients_of(units: Iterable[Any]) -> list[Tensor]:
 
 
 def _tell(group: Any) -> None:
-    for listener in list(_listeners):
-        if listener.fresh:
+    noting = _noting[:]
+    _noting.clear()
+    for reference in noting:
+        listener: Listener | None = reference()
+        if listener is not None and listener.fresh:
             listener.complete(group.fsdp_params, _reduces_alone(group))
 
 
@@ -116,12 +119,18 @@ def _reduced(post_backward: Callable[..., Any]) -> Callable[..., Any]:
     return post_backward_and_tell
 
 
-def listen(listener: Listener) -> None:
-    """Calls the listener's complete() when the gradients of a group have been reduced, if its hooks
-    have noted one of them: with the units whose gradients share their memory, and whether
-    whoever else may have that memory only keeps it."""
+def note(listener: Listener, slot: int) -> None:
+    """Notes a gradient. When those of its group have been reduced complete() is called, once: with
+    the units whose gradients share their memory, and whether whoever else may have that memory only
+    keeps it."""
+    if not listener.fresh:
+        _noting.append(weakref.ref(listener))
+    listener.fresh.append(slot)
+
+
+def listen() -> None:
+    """From here on note() is heard."""
     global _listening
-    _listeners.add(listener)
     if _listening:
         return
     warn_of_changes(DISTRIBUTED)

@@ -139,6 +139,7 @@ class Sharded:
         self._labels = labels
         self._params: dict[int, Any] = {i: p for i, p in enumerate(params) if is_dtensor(p)}
         self._locals = {slot: param._local_tensor for slot, param in self._params.items()}
+        self._numels = {slot: local.numel() for slot, local in self._locals.items()}
         units = fsdp.units_of(self._params.values())
         self._units = {i: units[id(p)] for i, p in self._params.items() if id(p) in units}
         self._flats: dict[int, Tensor] = {}  # through which FSDP2 reads the parameter of a slot
@@ -222,12 +223,12 @@ class Sharded:
             hook = _note(myself, slot) if slot in self._units else _complete(myself, slot)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))
         if self._units:
-            fsdp.listen(self)
+            fsdp.listen()
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self.fresh = [], []
 
     def _forget(self) -> None:
         """The gradients that wait are left to step()."""
@@ -267,7 +268,7 @@ class Sharded:
             self._update(True)
         self._waiting += noted
         self._of_groups += units
-        self._elements += sum(self._locals[slot].numel() for slot in noted)
+        self._elements += sum(map(self._numels.__getitem__, noted))
         waits = only_kept and self.reduced_on is None and self._elements < _ENOUGH
         if begins or not waits:
             self._update(only_kept)
@@ -310,7 +311,7 @@ def _note(sharded: weakref.ref[Sharded], slot: int) -> Hook:
     def note(param: Tensor) -> None:
         known = sharded()
         if known is not None:
-            known.fresh.append(slot)
+            fsdp.note(known, slot)
             known.reduced_on = None if param.is_cpu else current_stream(param.device)
 
     return note
