@@ -13,13 +13,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 Run = Callable[[], object]
 Count = Callable[[str, Run], None]
-WARM_UP = 3  # iterations on a GPU: the first makes the state, then records are used again
+WARM_UP = 3  # iterations: the first makes the state, then a GPU's records are used again
 
 
 def marks() -> Count:
@@ -138,6 +140,36 @@ def averages(n: int, count: Count) -> None:
     optfuse.unfuse(optimizer)
 
 
+def sharded(n: int, count: Count) -> None:
+    """By FSDP2, in one process; a layer of two parameters is a unit."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for way in ("fused=True", "forward fusion", "backward fusion"):
+        model = nn.Sequential(*[fully_shard(nn.Linear(1, 1)) for _ in range(n // 2)])
+        optimizer = AdamW(fully_shard(model).parameters(), fused=True)
+        if way != "fused=True":
+            optfuse.fuse(optimizer, way.split()[0])
+        for counting in (*[uncounted] * WARM_UP, count):
+            counting(f"sharded backward, {way}", model(torch.ones(1, 1)).sum().backward)
+            counting(f"sharded step, {way}", optimizer.step)
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+class Plain(AdamW):
+    """A class that has no rule."""
+
+
+def recorded(_: int, count: Count) -> None:
+    for way in ("by itself", "recorded"):
+        params = parameters(1)
+        optimizer = Plain(params, foreach=False)
+        if way == "recorded":
+            optfuse.fuse(optimizer)
+        params[0].grad = torch.ones(1)
+        for counting in (*[uncounted] * 12, count):
+            counting(f"one tensor, {way}", optimizer.step)
+
+
 def stock(n: int, count: Count) -> None:
     params = parameters(n)
     optimizer = AdamW(params, fused=True)
@@ -145,6 +177,9 @@ def stock(n: int, count: Count) -> None:
         p.grad = torch.ones(1)
     optimizer.step()
     count("step, fused=True", optimizer.step)
+
+
+PARTS = (hooks, forward_parts, zeroing, clipping, scaling, averages, sharded, recorded, stock)
 
 
 def backward_of_each(params: list[nn.Parameter]) -> Run:
@@ -194,5 +229,5 @@ if __name__ == "__main__":
         for way in ("fused=True", "forward fusion", "backward fusion", "side stream"):
             train(way, parameter_count, marks())
     else:
-        for part in (hooks, forward_parts, zeroing, clipping, scaling, averages, stock):
+        for part in PARTS:
             part(parameter_count, marks())

@@ -29,6 +29,7 @@ class Part(NamedTuple):
 
 WHOLE = "step, fused=True"
 HOOK = ("backward, backward fusion", "backward, no optimizer")
+SHARDED_HOOK = ("sharded backward, backward fusion", "sharded backward, fused=True")
 DETACH = ("detach, pending", "detach, nothing pending")
 PARTS = (
     Part("gradient hook, above the update", (*HOOK, "flush"), 0.125),
@@ -49,6 +50,11 @@ PARTS = (
     Part("GradScaler.step() with fused=True", ("scaled step, fused=True",)),
     Part("GradScaler.update()", ("scaler's update",)),
     Part("update_parameters() of an average, in forward mode", ("average",), 0.08),
+    Part("FSDP2's gradient hook, with the update", SHARDED_HOOK),
+    Part("FSDP2's step() in forward mode", ("sharded step, forward fusion",)),
+    Part("FSDP2's step() in backward mode", ("sharded step, backward fusion",)),
+    Part("FSDP2's step() of fused=True", ("sharded step, fused=True",)),
+    Part("FSDP2's backward(), with fused=True", ("sharded backward, fused=True",)),
     Part("the update itself, launched by flush()", ("flush",), 0.04),
     Part("step() of fused=True, with the update", (WHOLE,)),
 )
@@ -226,7 +232,11 @@ def section(chosen: Any) -> dict[str, Any] | None:
     every = counts({name: one.total() / n for name, one in found.items()})
     rows = [("", "instructions", "of fused=True's step()", "budget", "")]
     print(columns(rows + [one.cells() for one in every]))
+    ways = ("by itself", "recorded")
+    one_tensor = {way: found[f"one tensor, {way}"].total() for way in ways}
+    print(f"step() of AdamW's loop, one tensor: {one_tensor}")
     figures = {"parameters": n, "counts": [one._asdict() for one in every]}
+    figures["one_tensor"] = one_tensor
     title(f"Host instructions for a GPU, of {n:,} parameters of one element, on a played one")
     absent = [pattern for pattern in NEEDED.values() if not list(build.glob(pattern))]
     if absent:
