@@ -22,7 +22,7 @@ from optfuse._bits import same_bits
 from optfuse._clipping import one_call
 from optfuse._library.bindings import Error
 from optfuse._patches.listed import MASTERS
-from optfuse._patches.replacing import replace, warn_of_changes
+from optfuse._patches.replacing import after, replace, warn_of_changes
 
 
 class _Twin:
@@ -197,7 +197,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _copy_up(_pairs(parameters_of(optimizer)))
 
 
-def _refuse_to_clip(params: list[Tensor]) -> None:
+def _refuse_to_clip(params: list[Tensor], *_: Any) -> None:
     for master, twin in _pairs(params):
         if master.grad is None and twin.weight.grad is not None:
             raise Error(
@@ -230,6 +230,7 @@ def _start() -> None:
 
     optimizer.register_optimizer_step_pre_hook(_before_step)
     optimizer.register_optimizer_step_post_hook(_after_step)
-    one_call.before_clipping.append(_refuse_to_clip)
+    for name in ("clip_norm", "clip_value", "refuse_final"):
+        replace(one_call, name, after(_refuse_to_clip, getattr(one_call, name)))
     replace(Optimizer, "zero_grad", zero_grad, MASTERS)
     replace(torch.amp.GradScaler, "_unscale_grads_", unscale_grads)

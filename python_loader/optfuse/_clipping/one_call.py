@@ -5,7 +5,6 @@ any. Each returns None, with nothing changed, where that is not so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from optfuse._patches.profiling import addresses_are_noted
 
 #: Who finds norms of float32 gradients.
 NOT_TRIED, OURS, TORCHS = "not tried yet", "one pass of ours", "torch's operator"
-
-#: Called with the parameters whose gradients are to be clipped, which it may refuse.
-before_clipping: list[Callable[[list[Tensor]], None]] = []
 
 _ops: Any = torch.ops.optfuse
 _clip, _clip_with_norm = _ops.clip.default, _ops.clip_with_norm.default
@@ -44,10 +40,8 @@ def _note_marks() -> None:
             link.flush()
 
 
-def refuse_absent(params: list[Tensor]) -> None:
-    """Gradients that are elsewhere or gone would be left out without a word."""
-    for refuse in before_clipping:
-        refuse(params)
+def refuse_final(params: list[Tensor]) -> None:
+    """Gradients that are gone would be left out without a word."""
     for link in list(_link.links.values()):
         if link.mode != FINAL or not guard("final_clip"):
             continue
@@ -65,7 +59,6 @@ def refuse_absent(params: list[Tensor]) -> None:
 def clip_norm(
     params: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    refuse_absent(params)
     if not are_plain(params):
         return None
     norm, some_wait = _called(_clip, params, max_norm, norm_type, error_if_nonfinite)
@@ -84,7 +77,6 @@ def clip_with_norm(params: list[Tensor], max_norm: float, norm: Tensor) -> bool 
 
 
 def clip_value(params: list[Tensor], limit: float) -> bool | None:
-    refuse_absent(params)
     if not are_plain(params):
         return None
     return _called(_clip_value, params, limit) or None

@@ -79,7 +79,7 @@ def clip_grads_with_norm_(
     if is_compiling() or not _is_number(max_norm):
         return stock_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     params = _listed(parameters)
-    one_call.refuse_absent(params)
+    one_call.refuse_final(params)
     if one_call.clip_with_norm(params, max_norm, total_norm) is None:
         stock_clip_grads_with_norm_(params, max_norm, total_norm, foreach)
     return None
@@ -104,7 +104,7 @@ def _refuse_by_early_names() -> None:
     @functools.wraps(clip_value)
     def look_and_clip(parameters: Tensors, *args: Any, **kwargs: Any) -> None:
         params = _listed(parameters)
-        one_call.refuse_absent(params)
+        one_call.refuse_final(params)
         clip_value(params, *args, **kwargs)
 
     cell.cell_contents = look_and_clip
