@@ -161,14 +161,17 @@ def peak(case: Case, kind: str, limit: float) -> dict[str, Any]:
     return {"tensors_mb": most / 1e6, **promised(kind, made, BEFORE + 1)}
 
 
-def first(case: Case, kind: str, iterations: int) -> dict[str, Any]:
-    """Milliseconds of an iteration, of the first of this process."""
-    iterate = training(case, variants(case, {})[kind])
-    began = time.perf_counter()
+def first(case: Case, kind: str, iterations: int) -> dict[str, list[float]]:
+    """Milliseconds of each of the first iterations of this process, in turn with fused=True's."""
+    made = variants(case, {})
+    ms: dict[str, list[float]] = {name: [] for name in (FUSED, kind)}
+    iterates = {name: training(case, made[name]) for name in ms}
     for _ in range(iterations):
-        iterate()
-    optfuse.flush()
-    return {"ms": (time.perf_counter() - began) / iterations * 1e3}
+        for name, iterate in iterates.items():
+            began = time.perf_counter()
+            iterate()
+            ms[name].append((time.perf_counter() - began) * 1e3)
+    return ms
 
 
 # In the benchmark
@@ -203,22 +206,19 @@ def table(case: Case, policy: str, found: dict[str, Any]) -> str:
 
 def of_first(
     packages: Path | str, policy: str, case: Case, rounds: int, count: int
-) -> dict[str, Any]:
-    """The first iterations of processes, one of each kind in each round."""
-    kinds = (FUSED, *filter(is_promising, KINDS))
-    ms: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(rounds):
-        for kind in kinds:
-            ms[kind].append(alone(packages, policy, "first", case, kind, count)["ms"])
-    speed = {k: [f / t for f, t in zip(ms[FUSED], ms[k], strict=True)] for k in kinds}
-    return {
-        "iterations": count,
-        "rounds": rounds,
-        "kinds": {
-            k: {"ms": median_interval(ms[k]), "against_fused": median_interval(speed[k])}
-            for k in kinds
-        },
-    }
+) -> dict[str, dict[str, Interval]]:
+    """The sums of the first iterations, trials and all, each round in a process of its own."""
+    found = {}
+    for kind in filter(is_promising, KINDS):
+        sums = []
+        for _ in range(rounds):
+            ms = alone(packages, policy, "first", case, kind, count)
+            sums.append((sum(ms[FUSED]), sum(ms[kind])))
+        found[kind] = {
+            "ms": median_interval([own / count for _, own in sums]),
+            "against_fused": median_interval([stock / own for stock, own in sums]),
+        }
+    return found
 
 
 def section(chosen: Any) -> dict[str, Any]:
@@ -241,10 +241,10 @@ def section(chosen: Any) -> dict[str, Any]:
     count, times = (SMOKE_FIRST, 1) if chosen.smoke else (FIRST, chosen.rounds or FIRST_ROUNDS)
     firsts: dict[str, Any] = {}
     for policy in POLICIES:
-        firsts[policy] = of_first(chosen.packages, policy, widest, times, count)
+        found = firsts[policy] = of_first(chosen.packages, policy, widest, times, count)
         title(f"{widest}, {policy}: the first {count} iterations of a process")
-        kinds = firsts[policy]["kinds"]
-        print(columns([(k, str(one["ms"]), str(one["against_fused"])) for k, one in kinds.items()]))
+        rows = [(k, str(one["ms"]), str(one["against_fused"])) for k, one in found.items()]
+        print(columns(rows), flush=True)
     measured = SMOKE[0] if chosen.smoke else PLAIN
     title(f"MB of tensors in the tenth iteration of {measured}")
     peaks: dict[str, Any] = {}
@@ -254,7 +254,8 @@ def section(chosen: Any) -> dict[str, Any]:
     rows = [(kind, f"{one['tensors_mb']:.1f}") for kind, one in peaks.items()]
     print(columns(rows), flush=True)
     memory = {str(measured): peaks}
-    return {"speed": timed, "first": {str(widest): firsts}, "memory": memory}
+    of_process = {"iterations": count, "rounds": times, str(widest): firsts}
+    return {"speed": timed, "first": of_process, "memory": memory}
 
 
 if __name__ == "__main__":
