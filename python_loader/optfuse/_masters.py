@@ -166,6 +166,10 @@ def _copy_up(pairs: list[tuple[Any, _Twin]]) -> None:
             twin.spare, master.grad = master.grad, None
 
 
+def _has_masters(optimizer: Optimizer) -> bool:
+    return bool(_pairs(parameters_of(optimizer)))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     pairs = _pairs(parameters_of(optimizer))
@@ -228,6 +232,8 @@ def _start() -> None:
             optimizer = SimpleNamespace(param_groups=[{"params": params}])
         return unscale(self, optimizer, *args, **kwargs)
 
+    for hook in (_before_step, _after_step):
+        hook.concerns = _has_masters  # else classes without kernels would be left to step()
     optimizer.register_optimizer_step_pre_hook(_before_step)
     optimizer.register_optimizer_step_post_hook(_after_step)
     for name in ("clip_norm", "clip_value", "refuse_final"):

@@ -83,15 +83,14 @@ def has_hooks_before(optimizer: Optimizer) -> bool:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether its step() calls any, before it updates or afterwards."""
+    """Whether its step() calls any, before it updates or afterwards. One of ours for all may say
+    whom it concerns."""
     if _retired:
         remove_retired()
-    return bool(
-        _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-    )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    hooks = *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
+    return bool(hooks) and any(getattr(hook, "concerns", bool)(optimizer) for hook in hooks)
 
 
 def _expose(exposed: bool) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import optfuse
+from optfuse._patches.profiling import has_hooks
 
 STEPS = 6
 
@@ -492,3 +493,17 @@ def test_an_optimizer_of_other_parameters_is_as_before(world):
         yield "parameters", dict(model.state_dict())
 
     assert_same("all", run(script, Fused("forward")), run(script, Stock()))
+
+
+def test_hooks_of_masters_are_none_of_other_optimizers():
+    """With one a class without kernels would be left to step(), and step() takes longer."""
+    masters = optfuse.masters(net().parameters())
+    assert has_hooks(sgd(masters)) and not has_hooks(sgd(net().parameters()))
+    model = net()
+    optimizer = optfuse.fuse(Mine(model.parameters()), "backward")
+    for i in range(3):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch(i)[0]), batch(i)[1]).backward()
+        optimizer.step()
+    if DEVICE == "":
+        refused(lambda: model[0].weight.grad.sum(), "already applied", way_out="zero_grad()")

@@ -4,6 +4,7 @@
 import torch
 from common import Fused, Stock, assert_same, run
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import optfuse
 
@@ -53,6 +54,11 @@ def same_reordered(script, choice, mode=None):
 def mlp(width=8, layers=4):
     inner = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*inner, nn.Linear(width, 3))
+
+
+def hooks_of_all():
+    """Those before each optimizer's step(), but for those of masters(), which stay."""
+    return [h for h in _global_optimizer_pre_hooks.values() if not hasattr(h, "concerns")]
 
 
 def random(i, *shape):

@@ -10,11 +10,18 @@ import warnings
 import pytest
 import torch
 from common import Stock, adamw, assert_same, python_ok, refused
-from reorder_scripts import MODES, Unfused, order_of_backward, random, same_reordered, x_of
+from reorder_scripts import (
+    MODES,
+    Unfused,
+    hooks_of_all,
+    order_of_backward,
+    random,
+    same_reordered,
+    x_of,
+)
 from test_reorder import with_held
 from test_reorder_training import training
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import optfuse
@@ -434,7 +441,7 @@ def test_layers_of_a_reentrant_checkpoint_leave_nothing_to_choose():
             model(x_of(i).requires_grad_()).sum().backward()
             optimizer.step()
         assert reordering.plan.choice == {"schedule": "stock"}
-        assert not _global_optimizer_pre_hooks
+        assert not hooks_of_all()
 
 
 def by_modules(model):

@@ -10,9 +10,8 @@ from common import adamw, everything, refused, sgd
 from programs.cases import failures
 from programs.deed import DEEDS
 from programs.deeds.passes import CALLS
-from reorder_scripts import CHOICES, MODES, mlp, random, same_reordered, x_of
+from reorder_scripts import CHOICES, MODES, hooks_of_all, mlp, random, same_reordered, x_of
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -200,12 +199,12 @@ def test_no_hook_of_all_optimizers_stays(choice):
     optimizer = optfuse.fuse(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(2):  # a second one is watched, too
         with optfuse.reorder(model, **choice) as reordering:
-            assert len(_global_optimizer_pre_hooks) == 1
+            assert len(hooks_of_all()) == 1
             for i in range(10):
                 optimizer.zero_grad()
                 model(x_of(i)).sum().backward()
                 optimizer.step()
-            assert not _global_optimizer_pre_hooks
+            assert not hooks_of_all()
             assert reordering.plan.choice["schedule"] != "auto"
 
 
