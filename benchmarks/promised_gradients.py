@@ -209,7 +209,7 @@ def of_first(
 ) -> dict[str, dict[str, Interval]]:
     """The sums of the first iterations, trials and all, each round in a process of its own."""
     found = {}
-    for kind in filter(is_promising, KINDS):
+    for kind in filter(is_promising, variants(case, {})):
         sums = []
         for _ in range(rounds):
             ms = alone(packages, policy, "first", case, kind, count)
