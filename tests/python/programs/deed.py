@@ -4,6 +4,7 @@ training. Its other arguments are drawn when a program is, so that a program is 
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 # Where a deed happens.
@@ -197,6 +198,12 @@ def deed(
         return function
 
     return register
+
+
+def elsewhere(run, *given):
+    """What run() returns in another thread, whose error is the caller's."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run, *given).result()
 
 
 # Values that arguments are commonly drawn from. An index counts modulo what is there.

@@ -4,7 +4,6 @@
 import copy
 import functools
 import gc
-import threading
 
 import torch
 from averaged import KINDS, averages_of
@@ -12,7 +11,7 @@ from on_device import DEVICE
 from torch import nn
 from torch.optim import swa_utils
 
-from programs.deed import ALONE, BOOL, deed, raises
+from programs.deed import ALONE, BOOL, deed, elsewhere, raises
 from programs.deeds.reading import READS, saved
 from programs.deeds.training import CLIPPING, scaled
 from programs.deeds.tuning import SCHEDULERS
@@ -184,9 +183,7 @@ def average_with_clipping_scaling_and_a_scheduler(world):
 def another_thread_sees_an_average(world):
     for average in iterations_with_an_average(world, "EMA"):
         see = functools.partial(world.see, "average", [*average.parameters()])
-        thread = threading.Thread(target=see)
-        thread.start()
-        thread.join()
+        elsewhere(see)
 
 
 @deed(ALONE, proves=False)

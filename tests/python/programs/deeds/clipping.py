@@ -6,7 +6,6 @@ import gc
 import math
 import os
 import pickle
-import threading
 from decimal import Decimal
 from fractions import Fraction
 
@@ -18,7 +17,7 @@ from torch import nn
 import optfuse
 from optfuse._clipping import torch_functions
 from optfuse._library.bindings import lib
-from programs.deed import ALONE, BACKWARD, BATCH, BOOL, EITHER, INDEX, STEP, deed, raises
+from programs.deed import ALONE, BACKWARD, BATCH, BOOL, EITHER, INDEX, STEP, deed, elsewhere, raises
 from programs.deeds.keeping import go_on_with_deepcopies
 from programs.deeds.reading import READS, saved
 from programs.deeds.training import step_with_closure
@@ -140,9 +139,7 @@ def step_and_clip(world):
 
 
 def look_in_another_thread(world):
-    thread = threading.Thread(target=lambda: world.see("gradients", gradients(world)))
-    thread.start()
-    thread.join()
+    elsewhere(lambda: world.see("gradients", gradients(world)))
 
 
 def look_in_a_forked_child(world):

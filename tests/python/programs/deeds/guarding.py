@@ -27,6 +27,7 @@ from programs.deed import (
     EITHER,
     LEFT,
     deed,
+    elsewhere,
     raises,
 )
 from programs.deeds.writing import GRADIENTS, set_all_gradients
@@ -105,9 +106,7 @@ def backward_through_changed_weights(world):
 def another_thread_ends_the_deferring(world):
     model, optimizer = world.own()
     world.train()
-    thread = threading.Thread(target=lambda: model(rows(1)))
-    thread.start()
-    thread.join()
+    elsewhere(model, rows(1))
     world.train()
     world.see("pending", world.pending(optimizer))
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Deeds in forward and backward passes: what is computed there, in which thread and order."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from common import adamw
 from torch import nn
@@ -19,6 +17,7 @@ from programs.deed import (
     IN_BACKWARD,
     INDEX,
     deed,
+    elsewhere,
 )
 from programs.models import rows
 
@@ -28,12 +27,6 @@ def train_before_fuse(world):
     """Fused in the middle of a training."""
     for _ in range(2):
         world.train()
-
-
-def elsewhere(run, *given):
-    """In another thread, whose error is ours."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(run, *given).result()
 
 
 @deed(BACKWARD)

@@ -5,7 +5,6 @@ import copy
 import ctypes
 import io
 import pickle
-import threading
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from programs.deed import (
     LEFT,
     consumed,
     deed,
+    elsewhere,
 )
 from programs.models import MODULES
 from programs.optimizers import EVERY
@@ -284,33 +284,13 @@ def parameters_to_vector(world, model):
 
 @deed(weight=1, model=INDEX, batch=BATCH, forward=LEFT)
 def another_thread_infers(world, model, batch):
-    got = []
-
-    def infer():
-        with torch.no_grad():
-            got.append(world.loss(model, batch))
-
-    thread = threading.Thread(target=infer)
-    thread.start()
-    thread.join()
-    if not got:
-        raise RuntimeError("the other thread failed")
-    world.see("output", got[0])
+    world.see("output", elsewhere(torch.no_grad()(world.loss), model, batch))
 
 
 @deed(weight=1, model=INDEX, forward=LEFT)
 def another_thread_reads_state_dict(world, model):
-    got = []
-
-    def read_all():
-        got.append([v.clone() for v in world.model(model).state_dict().values()])
-
-    thread = threading.Thread(target=read_all)
-    thread.start()
-    thread.join()
-    if not got:
-        raise RuntimeError("the other thread failed")
-    world.see("weights", got[0])
+    read_all = world.model(model).state_dict
+    world.see("weights", elsewhere(lambda: [v.clone() for v in read_all().values()]))
 
 
 @deed(model=INDEX, forward=LAUNCHES)

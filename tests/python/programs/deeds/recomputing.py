@@ -3,13 +3,11 @@
 that such a block reads past autograd may have been updated by then, and stock would still read the
 old one."""
 
-import threading
-
 import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from programs.deed import ALONE, BOOL, DIFFERS, deed, raises
+from programs.deed import ALONE, BOOL, DIFFERS, deed, elsewhere, raises
 from programs.models import rows
 
 UPDATED = raises("checkpointing", "already updated it")
@@ -171,9 +169,7 @@ def thread_of_a_block_that_reads_a_weight(world):
     body, head = model.layers[1:]
 
     def block(h):
-        thread = threading.Thread(target=lambda: world.see("weight", head.weight))
-        thread.start()
-        thread.join()
+        elsewhere(world.see, "weight", head.weight)
         return body(h).tanh()
 
     train(world, block)
