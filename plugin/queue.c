@@ -104,7 +104,7 @@ bool of_stream_order(of_plan *plan, const of_stream *before, const of_stream *af
 /* The gradients' own stream waits first: what it does next may be given their memory. */
 static void let_go(of_plan *plan, of_held *held, of_list *done) {
     const of_update *first = held->updates.first;
-    if (first && OF_GUARD(held) &&
+    if (first && OF_GUARD(let_go) &&
         !plan->host.gpu->wait(plan->host.ctx, &first->in.ready, held->event))
         of_plan_fail(plan);
     for (of_update *u = held->updates.first, *next; u; u = next) {

@@ -73,7 +73,7 @@ def test_a_side_stream_needs_no_more_memory_the_further_the_host_is_ahead():
 
 
 def test_memory_is_given_away_too_early_without_our_wait(monkeypatch):
-    races_without("held", many_launches_a_pass, monkeypatch, "backward", **BESIDE)
+    races_without("let_go", many_launches_a_pass, monkeypatch, "backward", **BESIDE)
 
 
 # The wait that a program makes is enough

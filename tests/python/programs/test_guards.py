@@ -60,7 +60,7 @@ ELSEWHERE = {
     "streams": "tests/plugin/test_guards.c",
     "capture": "tests/plugin/test_guards.c",
     "tried": "tests/device/test_gpu_rules.py",
-    "held": "tests/device/test_streams.py",
+    "let_go": "tests/device/test_streams.py",
     "clipstream": "tests/plugin/test_guards.c",
     "divided": "tests/device/test_clipping.py",
     "dw_lend": "tests/device/test_side_stream.py",
