@@ -34,7 +34,7 @@ OF_DEVICE_FN of_vector *of_at(of_vector *rows, unsigned number) {
     return rows + number * OF_ROW_VECTORS;
 }
 
-// One instruction an element; of halves taken out of their word it would be two.
+// Widens bfloat16 within its word of two: one instruction each, where the compiler takes two.
 OF_DEVICE_FN of_real of_widen_lane(const of_vector &vector, int lane) {
 #if defined(OF_DTYPE_BFLOAT16) && defined(__CUDACC__)
     unsigned pair;
@@ -57,7 +57,7 @@ OF_DEVICE_FN of_row of_get(const of_vector *from) {
     return row;
 }
 
-// of_narrow() of a number that is rounded already: what it is converted from is its upper half.
+// Narrows a number that is rounded already: of bfloat16 it is the upper half, with no conversion.
 OF_DEVICE_FN of_stored of_kept(of_real rounded) {
 #if !defined(OF_DTYPE_BFLOAT16)
     return of_narrow(rounded);

@@ -20,8 +20,8 @@
 enum {
     OF_CUDA_THREADS = 256, /* of a block */
     /* A block that runs a program has a row of shared memory for each register, and each of its
-     * threads a part of all rows. The bytes are those of 32 or 64 bits an element:
-     * of_cuda_row_bytes() has fewer. */
+     * threads a part of all rows. The bytes of a row are for elements of 32 or 64 bits; of 16 bits
+     * it has half of them: of_cuda_row_bytes(). */
     OF_CUDA_ROW_BYTES = 2048,
     OF_CUDA_ROW_PART = 32,
     OF_CUDA_PROGRAM_THREADS = OF_CUDA_ROW_BYTES / OF_CUDA_ROW_PART,
@@ -52,7 +52,7 @@ typedef struct of_cuda_common {
     uint16_t code; /* instructions of the program; their words are before the first entry's */
 } of_cuda_common;
 
-/* A row has as many elements of 16 bits as of 32. */
+/* Bytes of a row, which has as many elements of 16 bits as of 32. */
 static inline unsigned of_cuda_row_bytes(of_dtype dtype) {
     return dtype == OF_BFLOAT16 || dtype == OF_FLOAT16 ? OF_CUDA_ROW_BYTES / 2 : OF_CUDA_ROW_BYTES;
 }

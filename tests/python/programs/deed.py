@@ -201,7 +201,7 @@ def deed(
 
 
 def elsewhere(run, *given):
-    """What run() returns in another thread, whose error is the caller's."""
+    """Calls run() in another thread, and returns or raises what it does."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run, *given).result()
 
